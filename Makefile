@@ -1,0 +1,59 @@
+# make demo    train a small model on two workers and see what happens
+# make test    lint and all tests
+# Both make .venv and install everything into it when needed. Run `make` alone for the full list.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo lint test bench clean
+
+help:
+	@echo "make demo     train a small model on two workers and see what happens"
+	@echo "make test     lint and all tests"
+	@echo "make lint     ruff and mypy --strict"
+	@echo "make bench    speed against a hand-written loop and other libraries"
+	@echo "make install  only make .venv and install into it"
+	@echo "make clean    remove .venv and everything built"
+	@echo "make PYTHON=python3.12 ... chooses the interpreter that .venv is made from"
+
+install: $(INSTALLED)
+
+# torch goes first, by its exact version, so that the range in pyproject.toml is never resolved by a download.
+# A .venv whose pip does not answer (an interrupted set-up, an interpreter that went away) is made anew.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+		echo "$(PYTHON) was not found. Shoal needs Python 3.11 or newer: install it or set PYTHON, as in" >&2; \
+		echo "    make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). Shoal needs Python 3.11 or newer: install it or set PYTHON, as in" >&2; \
+		echo "    make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' >/dev/null 2>&1 || { \
+		echo "$(PYTHON) cannot make virtual environments: the modules venv and ensurepip are missing." >&2; \
+		echo "On Debian and Ubuntu they are in a package of their own: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing into $(VENV) (torch first; a minute or more)"
+	@$(BIN)/python -m pip install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,demo]'
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(BIN)/shoal demo
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q --durations=10
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

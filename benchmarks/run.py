@@ -1,0 +1,160 @@
+"""Compares training speed: arms take turns in one run, so what disturbs the machine disturbs all of them.
+
+examples
+  python benchmarks/run.py speed                              all arms, both models
+  python benchmarks/run.py speed --work mlp --rounds 60       narrower intervals
+  python benchmarks/run.py speed --arms hand,hand             an arm against itself: what the machine can resolve
+
+Run it with the interpreter that benchmarks/setup.sh made; every arm uses the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ratios import FEWEST, Interval, median_interval
+from turns import HERE, Arm, ArmFailed, Table
+
+SCRIPTS = {"shoal": "shoal_arm", "hand": "hand", "lightning": "lightning_arm", "accelerate": "accelerate_arm"}
+WORKERS = 2
+BATCH = {"gpt": 32, "mlp": 128}  # as in work.py, which imports torch: the harness does without
+LEAD = 3  # steps of a turn before its clock starts: caches and clock frequency settle
+WARM_UP = 2  # rounds that do not count
+CALIBRATION = 10  # steps of the first warm-up round's turns, which tell how many steps a turn should have
+
+
+def speed(works: Sequence[str], arms: Sequence[str], rounds: int, turn_seconds: float) -> dict[str, Any]:
+    """Runs every work in turn; prints as it goes and returns what it printed, with each round's seconds."""
+    report = {}
+    for work in works:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            seconds, notes = measure(work, numbered(arms), rounds, turn_seconds, Path(folder))
+        report[work] = {**summary(seconds), **notes, "seconds_per_step": seconds}
+        show(work, report[work])
+    return report
+
+
+def measure(
+    work: str, arms: Sequence[str], rounds: int, turn_seconds: float, folder: Path
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds per step of every arm in every round that counts, and notes on how quiet the machine was."""
+    started, share = [arm(name, work, folder) for name in arms], BATCH[work] // WORKERS
+    with Table(started, share=share, workers=WORKERS, folder=folder) as table:
+        print(f"{work}: {len(arms)} arms ready, torch {', '.join(table.torch)}", file=sys.stderr)
+        first = [table.turn(name, lead=LEAD, steps=CALIBRATION) / CALIBRATION for name in arms]
+        steps = max(CALIBRATION, round(turn_seconds / float(np.median(first))))
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(WARM_UP - 1 + rounds):
+            for name in order(arms, number):
+                seconds[name].append(table.turn(name, lead=LEAD, steps=steps) / steps)
+            if sys.stderr.isatty():
+                print(f"\r{work}: round {number - WARM_UP + 2} of {rounds} ", end="", file=sys.stderr, flush=True)
+        notes = {
+            "rounds": rounds,
+            "steps_per_turn": steps,
+            "torch": sorted(table.torch),
+            "cpu_elsewhere": table.cpu_elsewhere / table.cpu_available,
+            "cpu_seconds_while_waiting": {name: seat.cpu_waiting for name, seat in table.seats.items()},
+        }
+    return {name: values[WARM_UP - 1 :] for name, values in seconds.items()}, notes
+
+
+def arm(name: str, work: str, folder: Path) -> Arm:
+    kind = name.split("#")[0]
+    command = (sys.executable, str(HERE / "arms" / f"{SCRIPTS[kind]}.py"), work)
+    if kind == "shoal":
+        return Arm(name, (*command, str(WORKERS), str(folder / name)), per_rank=False)
+    return Arm(name, command, per_rank=True)
+
+
+def numbered(arms: Sequence[str]) -> list[str]:
+    """Names for the arms; one that is listed again gets a number, so an arm can run against itself."""
+    return [name if name not in arms[:at] else f"{name}#{arms[:at].count(name) + 1}" for at, name in enumerate(arms)]
+
+
+def order(arms: Sequence[str], number: int) -> list[str]:
+    """Rotated by one every round and reversed every other: no arm always comes first, or always after the same one."""
+    at = number % len(arms)
+    rotated = [*arms[at:], *arms[:at]]
+    return rotated[::-1] if number % 2 else rotated
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Speed of the first of `shoal`, or else the first arm, relative to every other: ratios of the same round."""
+    base = "shoal" if "shoal" in seconds else next(iter(seconds))
+    relative = {
+        name: asdict(median_interval([other / own for other, own in zip(values, seconds[base], strict=True)]))
+        for name, values in seconds.items()
+        if name != base
+    }
+    steps = {name: [float(q) * 1e3 for q in np.percentile(values, [25, 50, 75])] for name, values in seconds.items()}
+    return {"base": base, "relative_speed": relative, "milliseconds_per_step_quartiles": steps}
+
+
+def show(work: str, found: dict[str, Any]) -> None:
+    turns = f"{found['rounds']} rounds of {found['steps_per_turn']} steps"
+    print(f"\n{work}: {WORKERS} workers, global batch {BATCH[work]}, {turns}")
+    print(f"  {'arm':<14}{'ms per step':>12}{'middle half':>20}{'CPU s while waiting':>22}")
+    for name, (low, middle, high) in found["milliseconds_per_step_quartiles"].items():
+        waiting = found["cpu_seconds_while_waiting"][name]
+        print(f"  {name:<14}{middle:>12.2f}{f'{low:.2f} .. {high:.2f}':>20}{waiting:>22.2f}")
+    print(f"  {'speed of ' + found['base'] + ' relative to':<26}{'median':>8}{'95% interval':>20}")
+    for name, values in found["relative_speed"].items():
+        interval = Interval(**values)
+        print(f"  {name:<26}{interval.median:>8.3f}{f'{interval.low:.3f} .. {interval.high:.3f}':>20}")
+    print(f"  other processes used {found['cpu_elsewhere']:.1%} of the machine meanwhile\n", flush=True)
+
+
+def arm_list(text: str) -> list[str]:
+    arms = text.split(",")
+    if unknown := sorted(set(arms) - set(SCRIPTS)):
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}; arms are {', '.join(SCRIPTS)}")
+    return arms
+
+
+def round_count(text: str) -> int:
+    if (count := int(text)) < FEWEST:
+        raise argparse.ArgumentTypeError(f"got {count}; a 95% interval needs at least {FEWEST} rounds")
+    return count
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("speed", help=f"time per training step on {WORKERS} workers")
+    add = one.add_argument
+    works = "gpt: compute-bound; mlp: many small tensors (default all)"
+    which = f"some of {','.join(SCRIPTS)} (default all); all are compared with shoal, or else with the first"
+    add("--work", choices=[*BATCH, "all"], default="all", help=works)
+    add("--arms", type=arm_list, default=list(SCRIPTS), help=which)
+    add("--rounds", type=round_count, default=40, help="rounds that count, one turn of every arm in each (default 40)")
+    add("--turn", type=float, default=0.6, metavar="SECONDS", help="about how long a turn lasts (default 0.6)")
+    add("--json", type=Path, metavar="FILE", help="also write all that was measured there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
+    try:
+        found = speed(list(BATCH) if given.work == "all" else [given.work], given.arms, given.rounds, given.turn)
+    except ArmFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the arms have ended", file=sys.stderr)
+        return 130
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

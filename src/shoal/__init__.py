@@ -1,0 +1,85 @@
+"""Shoal trains any PyTorch model on many workers.
+
+The names below are all there is to import from `shoal` itself. They are loaded when first used, so `import shoal` costs
+next to nothing and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.core.errors import (
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointWriteError,
+        ConfigError,
+        CorruptCheckpoint,
+        DataError,
+        GroupError,
+        Interrupted,
+        NotFiniteError,
+        Preempted,
+        RunDirError,
+        ShoalError,
+        Stopped,
+        WorkerError,
+    )
+    from shoal.core.events import Stop
+    from shoal.trainer.crossval import cross_validate
+    from shoal.trainer.launch import launch
+    from shoal.trainer.metrics import Metric
+    from shoal.trainer.result import Result
+    from shoal.trainer.session import Session
+    from shoal.trainer.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointWriteError",
+    "ConfigError",
+    "CorruptCheckpoint",
+    "DataError",
+    "GroupError",
+    "Interrupted",
+    "Metric",
+    "NotFiniteError",
+    "Preempted",
+    "Result",
+    "RunDirError",
+    "Session",
+    "ShoalError",
+    "Stop",
+    "Stopped",
+    "Trainer",
+    "WorkerError",
+    "__version__",
+    "cross_validate",
+    "launch",
+]
+
+_HOME_OF = {
+    "Metric": "shoal.trainer.metrics",
+    "Result": "shoal.trainer.result",
+    "Session": "shoal.trainer.session",
+    "Stop": "shoal.core.events",
+    "Trainer": "shoal.trainer.trainer",
+    "cross_validate": "shoal.trainer.crossval",
+    "launch": "shoal.trainer.launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use (PEP 562)."""
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME_OF.get(name, "shoal.core.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

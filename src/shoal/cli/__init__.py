@@ -1,0 +1,1 @@
+"""The `shoal` command. It wires everything together, and nothing imports it."""

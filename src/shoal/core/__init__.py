@@ -1,0 +1,1 @@
+"""Values and pure functions: no torch, no processes, no sockets."""

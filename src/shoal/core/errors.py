@@ -1,0 +1,112 @@
+"""What can go wrong, as types.
+
+    ShoalError
+    ├── ConfigError (also ValueError)   an argument is wrong
+    ├── DataError                       the data set is empty, an item cannot be fetched or collated
+    ├── RunDirError                     the run folder cannot be written or is in use
+    ├── CheckpointError
+    │   ├── CorruptCheckpoint           a checksum or a file is wrong; the one before it is used
+    │   ├── CheckpointMismatch          a checkpoint of another model, batch size or data set
+    │   └── CheckpointWriteError        the disk is full or the folder went away
+    ├── GroupError                      a peer went away in the middle of a collective operation
+    └── WorkerError                     a worker failed: its own traceback is the error's cause, shown above it
+        └── NotFiniteError              the loss is NaN or infinite
+    Stopped (SystemExit)                not an error: the run was asked to stop, and a checkpoint is on disk
+    ├── Preempted                       SIGTERM, exit code 75
+    └── Interrupted                     SIGINT, exit code 130
+
+A message says what was received, what must hold, and what to set.
+"""
+
+from __future__ import annotations
+
+EXIT_PREEMPTED = 75
+"""Exit code of a process whose run was checkpointed and stopped by SIGTERM (EX_TEMPFAIL: try again)."""
+EXIT_INTERRUPTED = 130
+"""Exit code of a process whose run was stopped by SIGINT (Ctrl-C)."""
+
+
+class ShoalError(Exception):
+    """The root of every error that Shoal raises on purpose."""
+
+
+class ConfigError(ShoalError, ValueError):
+    """An argument is wrong; the message names it."""
+
+
+class DataError(ShoalError):
+    """The data set is empty, or an item cannot be fetched or collated."""
+
+
+class RunDirError(ShoalError):
+    """The run folder cannot be written, or another run is using it."""
+
+
+class CheckpointError(ShoalError):
+    """Something about a checkpoint."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint is torn or its bytes do not match their checksum."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A sound checkpoint, but not of this model, batch size or data."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written."""
+
+
+class GroupError(ShoalError):
+    """A collective operation broke, most often because a peer went away."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text: the `__cause__` of an error that came from there."""
+
+
+class WorkerError(ShoalError):
+    """A worker failed. Its own traceback is `__cause__`, a `RemoteTraceback`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: int | None = None,
+        step: int | None = None,
+        positions: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.step = step
+        self.positions = positions
+
+
+class NotFiniteError(WorkerError):
+    """The loss became NaN or infinite."""
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop, wrote a checkpoint and ended. Leaves the script without a traceback."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Preempted(Stopped):
+    """SIGTERM came: the run is checkpointed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_PREEMPTED, message)
+
+
+class Interrupted(Stopped):
+    """SIGINT came: the run is checkpointed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_INTERRUPTED, message)

@@ -1,0 +1,116 @@
+"""Spec strings: `name` or `name:key=value,key=value`, each of which parses to one small frozen object.
+
+The object may also be passed itself. What is listed here exists; everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from shoal.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Single:
+    """Layout: every worker holds the whole model."""
+
+    name: ClassVar[str] = "single"
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Sync: gradients are summed over all workers in every step."""
+
+    name: ClassVar[str] = "allreduce"
+
+
+@dataclass(frozen=True)
+class NoCodec:
+    """Codec: tensors travel as they are."""
+
+    name: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class Fp32:
+    """Precision: operations run in the dtype of the parameters."""
+
+    name: ClassVar[str] = "fp32"
+
+
+@dataclass(frozen=True)
+class Local:
+    """Engine: workers on this machine.
+
+    `start="fork"` forks them from this process, `start="script"` runs the script once per worker,
+    `start="auto"` forks unless the machine has CUDA, which does not survive a fork.
+    """
+
+    name: ClassVar[str] = "local"
+    start: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.start not in ("auto", "fork", "script"):
+            raise ConfigError(f"engine: start={self.start!r} is not known; use auto, fork or script")
+
+
+KINDS: dict[str, tuple[type[Any], ...]] = {
+    "layout": (Single,),
+    "sync": (AllReduce,),
+    "codec": (NoCodec,),
+    "precision": (Fp32,),
+    "engine": (Local,),
+}
+
+
+def parse(kind: str, given: object) -> Any:
+    """The object that `given` means for the argument `kind`. Raises `ConfigError` with the valid names and keys."""
+    classes = {cls.name: cls for cls in KINDS[kind]}
+    if isinstance(given, tuple(classes.values())):
+        return given
+    if not isinstance(given, str):
+        raise ConfigError(f"{kind}={given!r} is of type {type(given).__name__}; use {_listing(classes)}")
+    name, _, rest = given.strip().partition(":")
+    if name not in classes:
+        raise ConfigError(
+            f"{kind}={given!r} is not available{_nearest(name, classes)}; this version has {_listing(classes)}"
+        )
+    return classes[name](**_arguments(kind, given, rest, classes[name]))
+
+
+def _arguments(kind: str, given: str, text: str, cls: type[Any]) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ConfigError(f"{kind}={given!r}: {part!r} is not of the form key=value")
+        if key not in fields:
+            known = f"valid keys: {', '.join(fields)}" if fields else f"{cls.name} takes no keys"
+            raise ConfigError(f"{kind}={given!r}: unknown key {key!r}{_nearest(key, fields)}; {known}")
+        if key in arguments:
+            raise ConfigError(f"{kind}={given!r}: {key} is given twice")
+        arguments[key] = _value(kind, given, key, value, fields[key].default)
+    return arguments
+
+
+def _value(kind: str, given: str, key: str, text: str, default: object) -> Any:
+    wanted: type[Any] = type(default)
+    try:
+        if wanted is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return wanted(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{kind}={given!r}: {key}={text!r} is not of type {wanted.__name__}") from None
+
+
+def _listing(names: dict[str, Any]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _nearest(name: str, names: dict[str, Any]) -> str:
+    close = get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

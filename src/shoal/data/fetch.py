@@ -1,0 +1,324 @@
+"""From indices to batches: seed, fetch, collate, and say in words what is wrong with an item.
+
+Everything here runs in the thread that calls it; `shoal.data.loader` decides in which process that is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index as as_int
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from shoal.core.errors import ConfigError, DataError
+
+_UINT32 = 0xFFFF_FFFF
+_UINT64 = 0xFFFF_FFFF_FFFF_FFFF
+# torch and numpy grow the same Mersenne Twister state from the same 32 bits, so the two need different ones
+_NUMPY_SALT = 0x9E37_79B9
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The samples of one atom, and the key of its randomness: the same whoever loads it."""
+
+    indices: Sequence[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One worker's part of a step. Each inner tuple is fetched piece by piece and collated into one batch."""
+
+    batches: tuple[tuple[Piece, ...], ...]
+
+
+class Fetcher:
+    """Turns a `Request` into batches. Holds no state beyond its arguments, so any process may fetch anything.
+
+    `collate` takes a list of items and returns a batch; None means `torch.utils.data.default_collate`.
+    `name` is how messages call the data set.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, name: str = "data") -> None:
+        self.data = data
+        self.collate = collate
+        self.name = name
+        self._rows = _Rows.of(data) if collate is None else None
+
+    def fetch(self, request: Request) -> list[Any]:
+        """One batch for each inner tuple of `request`.
+
+        Reseeds the global generators of `random`, numpy and torch for each piece. Raises `DataError`, chained from
+        the exception of the data set or of `collate`; `KeyboardInterrupt` and `SystemExit` pass through.
+        """
+        return [self._batch(pieces) for pieces in request.batches]
+
+    def _batch(self, pieces: tuple[Piece, ...]) -> Any:
+        if self._rows is not None:
+            try:
+                return self._rows.take(pieces)
+            except Exception:
+                # item by item finds out which index is wrong, and why
+                pass
+        indices: list[int] = []
+        items: list[Any] = []
+        for piece in pieces:
+            wanted = list(map(as_int, piece.indices))
+            items += self._items(wanted, piece.seed)
+            indices += wanted
+        try:
+            return default_collate(items) if self.collate is None else self.collate(items)
+        except Exception as error:
+            raise DataError(self._uncollatable(indices, items, error)) from error
+
+    def _items(self, indices: list[int], seed: int) -> list[Any]:
+        seed_random(seed)
+        fetch_many = getattr(self.data, "__getitems__", None)
+        if callable(fetch_many):
+            try:
+                found = fetch_many(list(indices))
+                items = list(found)
+            except NotImplementedError:
+                seed_random(seed)
+            except Exception as error:
+                raise self._culprit(indices, seed, error) from error
+            else:
+                if isinstance(found, Mapping) or len(items) != len(indices):
+                    raise DataError(
+                        f"{self.name}.__getitems__ returned a {type(found).__name__} of length {len(items)} "
+                        f"for {len(indices)} indices; it must return a list with one item for each index"
+                    )
+                return items
+        items = []
+        for index in indices:
+            try:
+                items.append(self.data[index])
+            except Exception as error:
+                raise self._unfetchable(index, error) from error
+        return items
+
+    def _culprit(self, indices: list[int], seed: int, error: Exception) -> DataError:
+        """`__getitems__` raised `error`: the index that also raises alone, or else all of them."""
+        seed_random(seed)
+        for index in indices:
+            try:
+                self.data[index]
+            except NotImplementedError:
+                break
+            except Exception as alone:
+                return self._unfetchable(index, alone)
+        return DataError(f"{self.name}.__getitems__ raised {_told(error)} for {_listed(indices)}")
+
+    def _unfetchable(self, index: int, error: Exception) -> DataError:
+        return DataError(f"{self.name}[{index}] could not be fetched: __getitem__ raised {_told(error)}")
+
+    def _uncollatable(self, indices: list[int], items: list[Any], error: Exception) -> str:
+        if not items:
+            return f"a batch of {self.name} has no samples to collate: {_told(error)}"
+        found = oddity(indices, items, default=self.collate is None)
+        if self.collate is None:
+            reason = found or f"default_collate raised {_told(error)}; pass collate= to collate them your own way"
+            return f"{_listed(indices)} of {self.name} cannot be collated into a batch: {reason}"
+        hint = f" ({found})" if found else ""
+        return f"collate raised {_told(error)} for {_listed(indices)} of {self.name}{hint}"
+
+
+class _Rows:
+    """Data that is nothing but tensors, seen through any number of `Subset`s: a batch is one gather per tensor.
+
+    Exact types only: a subclass may have its own `__getitem__`. No user code runs, so nothing is seeded.
+    """
+
+    def __init__(self, data: Tensor | TensorDataset, subsets: list[Subset[Any]]) -> None:
+        self._data = data
+        self._subsets = subsets
+
+    @classmethod
+    def of(cls, data: Any) -> _Rows | None:
+        subsets = []
+        while type(data) is Subset:
+            subsets.append(data)
+            data = data.dataset
+        return cls(data, subsets) if type(data) in (Tensor, TensorDataset) else None
+
+    def take(self, pieces: tuple[Piece, ...]) -> Any:
+        """What `default_collate` would make of the items. Raises what torch raises for what it cannot gather."""
+        indices = [as_int(index) for piece in pieces for index in piece.indices]
+        for subset in self._subsets:
+            indices = [as_int(subset.indices[index]) for index in indices]
+        rows = torch.tensor(indices)
+        if isinstance(self._data, Tensor):
+            return _gathered(self._data, rows)
+        return [_gathered(tensor, rows) for tensor in self._data.tensors]
+
+
+def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError("not a plain tensor")
+    return torch.index_select(tensor, 0, rows)
+
+
+def seed_random(seed: int) -> None:
+    """Seed what a data set may draw from: `random`, numpy's global generator, torch's CPU generator (about 9 us)."""
+    seed &= _UINT64
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    # also when nobody has imported numpy.random yet: it would then seed itself at random in the middle of an item;
+    # one word, because an array of two costs five times as much
+    np.random.seed((seed >> 32 ^ seed ^ _NUMPY_SALT) & _UINT32)
+
+
+def check_data(data: Any, name: str) -> int:
+    """The number of samples of a map-style data set. Touches no item.
+
+    Raises `ConfigError` when `data` is not map-style and `DataError` when it is empty.
+    """
+    _check_kind(data, name)
+    try:
+        length = len(data)
+    except TypeError as error:
+        raise ConfigError(f"len({name}) raised {_told(error)}; it must be the number of samples, an int") from error
+    except Exception as error:
+        raise DataError(f"len({name}) raised {_told(error)}; it must be the number of samples") from error
+    if length == 0:
+        raise DataError(f"{name} is empty: len({name}) is 0, and at least one sample is needed")
+    return length
+
+
+def _check_kind(data: Any, name: str) -> None:
+    kind = type(data)
+    must = "it must be a map-style data set with __len__ and __getitem__, for example a list of samples"
+    if isinstance(data, type):
+        raise ConfigError(f"{name} is the class {data.__name__}, not an instance of it; {must}")
+    if isinstance(data, DataLoader):
+        raise ConfigError(
+            f"{name} is a DataLoader; pass its .dataset instead (and its collate_fn as collate=): "
+            "batches, order and loader processes are made here"
+        )
+    if isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"{name} is an IterableDataset ({kind.__name__}), which is not supported, because samples are assigned to "
+            "workers by index; wrap it into a map-style data set with __len__ and __getitem__, or read it into a list"
+        )
+    if isinstance(data, (Mapping, str, bytes)):
+        raise ConfigError(f"{name} is a {kind.__name__}, which is not indexed by sample number; {must}")
+    missing = [method for method in ("__len__", "__getitem__") if not callable(getattr(kind, method, None))]
+    if not missing and isinstance(data, Dataset) and kind.__getitem__ is Dataset.__getitem__:
+        missing = [] if callable(getattr(kind, "__getitems__", None)) else ["__getitem__"]
+    if missing:
+        raise ConfigError(f"{name} is a {kind.__name__} without {' and '.join(missing)}; {must}")
+
+
+# ---- what is wrong with these items, in words
+
+
+def oddity(indices: Sequence[int], items: Sequence[Any], *, default: bool) -> str | None:
+    """Why these items do not make one batch: what two of them differ in, or what cannot be collated by default."""
+    if default:
+        for index, item in zip(indices, items, strict=True):
+            found = _foreign(item, "")
+            if found:
+                return f"item {index} {found}"
+    for index, item in zip(indices, items, strict=True):
+        difference = _difference(items[0], item, "")
+        if difference:
+            has, other, advice = difference
+            tail = f"; {advice}" if default else ""
+            return f"item {index} {has}, item {indices[0]} {other}{tail}"
+    return None
+
+
+def _foreign(item: Any, place: str) -> str | None:
+    """What `default_collate` cannot take, if anything."""
+    if item is None:
+        return (
+            f"is None{_at(place)}; return an item for every index (leave the others out of the data set), "
+            "or pass collate= to deal with None"
+        )
+    if isinstance(item, Tensor):
+        if item.layout is torch.strided and not item.is_nested:
+            return None
+        return (
+            f"is a {'nested' if item.is_nested else 'sparse'} tensor{_at(place)}; pass collate= to batch such tensors"
+        )
+    if isinstance(item, np.ndarray):
+        if item.dtype.kind in "biufc":
+            return None
+        return f"is a numpy array of dtype {item.dtype}{_at(place)}; make it an array of numbers or pass collate="
+    if isinstance(item, (int, float, str, bytes, np.bool_, np.number)):
+        return None
+    parts = _parts(item)
+    if parts is None:
+        kind = f"{type(item).__module__}.{type(item).__qualname__}"
+        return (
+            f"is of type {kind}{_at(place)}; items must be nested of tensors, numpy arrays, numbers, strings, "
+            "dicts, lists and tuples: convert it to a tensor in __getitem__ or pass collate="
+        )
+    return next((found for key, part in parts for found in [_foreign(part, f"{place}[{key!r}]")] if found), None)
+
+
+def _difference(first: Any, item: Any, place: str) -> tuple[str, str, str] | None:
+    """What `item` has, what `first` has instead, and advice. None if they can be batched together."""
+    at = _at(place)
+    advice = "give every item the same form, or pass collate="
+    if _kind(first) != _kind(item):
+        return f"is {_kind(item)}{at}", _kind(first), advice
+    if isinstance(first, (Tensor, np.ndarray)):
+        if tuple(first.shape) != tuple(item.shape):
+            return f"has shape {tuple(item.shape)}{at}", f"{tuple(first.shape)}", "pass collate= to pad them"
+        return None  # different dtypes are promoted
+    if isinstance(first, Mapping):
+        if first.keys() != item.keys():
+            return f"has keys {list(item)}{at}", f"{list(first)}", advice
+    elif _parts(first) is not None and len(first) != len(item):
+        return f"has length {len(item)}{at}", f"{len(first)}", "pass collate= to pad them"
+    for key, part in _parts(first) or ():
+        found = _difference(part, item[key], f"{place}[{key!r}]")
+        if found:
+            return found
+    return None
+
+
+def _parts(item: Any) -> list[tuple[Any, Any]] | None:
+    """The keyed parts of a container, None of anything else."""
+    if isinstance(item, Mapping):
+        return list(item.items())
+    if isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
+        return list(enumerate(item))
+    return None
+
+
+def _kind(item: Any) -> str:
+    """The type in words, the same for types that can stand in for each other in a batch."""
+    if item is None:
+        return "None"
+    if isinstance(item, (int, float, np.bool_, np.number)):
+        return "a number"
+    for kind, words in ((Tensor, "a tensor"), (np.ndarray, "a numpy array"), (str, "a string"), (bytes, "bytes")):
+        if isinstance(item, kind):
+            return words
+    if isinstance(item, Mapping):
+        return "a dict"
+    return "a sequence" if isinstance(item, Sequence) else f"of type {type(item).__module__}.{type(item).__qualname__}"
+
+
+def _at(place: str) -> str:
+    return f" at {place}" if place else ""
+
+
+def _told(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _listed(indices: Sequence[int]) -> str:
+    if len(indices) > 8:
+        return f"items {indices[0]}, {indices[1]}, ... {indices[-1]} ({len(indices)} in all)"
+    return f"item{'s' if len(indices) > 1 else ''} " + ", ".join(map(str, indices))

@@ -1,0 +1,1 @@
+"""How a replica of the model is spread inside an island of workers."""

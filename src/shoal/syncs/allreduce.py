@@ -1,0 +1,230 @@
+"""Sync `allreduce`: in every step the gradients of all workers are summed.
+
+Three ways to the same sum, behind one contract: nothing to do for one worker; buckets that leave during backward;
+and, for deterministic runs, a tree over the step's atoms whose shape does not depend on who computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.buckets import TAIL_DTYPE, Buckets
+from shoal.comm.group import Group
+from shoal.core.atoms import Node, share, tree_nodes, tree_sum
+from shoal.core.errors import ConfigError
+
+Params = Sequence[tuple[str, nn.Parameter]]
+
+_CHUNK = 4 << 20
+"""Elements gathered at once for the tree: bounds memory to members × nodes × this."""
+
+
+class Exchange(Protocol):
+    """Sums the gradients of one set of parameters, and two short vectors, over all workers, step by step.
+
+    In each step: `open`, any number of backward passes (`arm` before the last one; `atom_done` after each atom, with
+    the vector `sums` of that atom), then `finish`. One thread.
+    """
+
+    by_atom: bool
+    """Whether `atom_done` must be called, and every forward covers one atom at most."""
+
+    def open(self, atoms: int, vectors: int) -> None:
+        """Begin a step of so many atoms, whose two vectors have so many elements together; gradients are cleared."""
+
+    def arm(self) -> None:
+        """The next backward is the last one on this worker."""
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        """All gradients of this atom are in `.grad`."""
+
+    def used(self) -> list[bool]:
+        """For each parameter: has this worker a gradient for it in this step?"""
+
+    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        """Both vectors summed over all workers; afterwards `.grad` of every parameter is the sum over all workers."""
+
+    def digest(self) -> bytes:
+        """Equal on all workers whose exchanges fit each other."""
+
+    def close(self) -> None: ...
+
+
+def make_exchange(group: Group, params: Params, *, by_atom: bool) -> Exchange:
+    if by_atom:
+        return TreeExchange(group, params)
+    return AloneExchange(params) if group.size == 1 else BucketExchange(group, params)
+
+
+class AloneExchange:
+    """One worker: its sum is the sum."""
+
+    by_atom = False
+
+    def __init__(self, params: Params) -> None:
+        self._params = [param for _, param in params]
+
+    def open(self, atoms: int, vectors: int) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def arm(self) -> None:
+        return None
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        return None
+
+    def used(self) -> list[bool]:
+        return [param.grad is not None for param in self._params]
+
+    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        return sums, flags
+
+    def digest(self) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        return None
+
+
+class BucketExchange:
+    """Buckets over the group; both vectors ride in the last one."""
+
+    by_atom = False
+
+    def __init__(self, group: Group, params: Params) -> None:
+        self._params = [param for _, param in params]
+        self._buckets = Buckets(group, params, tail=0)
+
+    def open(self, atoms: int, vectors: int) -> None:
+        self._buckets.resize_tail(vectors)
+        self._buckets.open()
+
+    def arm(self) -> None:
+        self._buckets.arm()
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        return None
+
+    def used(self) -> list[bool]:
+        return [param.grad is not None for param in self._params]
+
+    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        summed_sums, summed_flags = self._buckets.finish(torch.cat([sums, flags])).split([sums.numel(), flags.numel()])
+        return summed_sums, summed_flags
+
+    def digest(self) -> bytes:
+        return self._buckets.digest
+
+    def close(self) -> None:
+        self._buckets.close()
+
+
+class TreeExchange:
+    """Gradients of atoms, summed over the binary tree of the step's atoms: bitwise equal for any number of workers."""
+
+    by_atom = True
+
+    def __init__(self, group: Group, params: Params) -> None:
+        self._group = group
+        self._names = [name for name, _ in params]
+        self._params = [param for _, param in params]
+        self._kinds: dict[torch.dtype, list[int]] = {}
+        for number, param in enumerate(self._params):
+            self._kinds.setdefault(param.dtype, []).append(number)
+        self._used = [False] * len(self._params)
+        self._atoms = 0
+        self._values: dict[Node, list[Tensor]] = {}
+
+    def open(self, atoms: int, vectors: int) -> None:
+        self._atoms = atoms
+        self._values = {}
+        self._used = [False] * len(self._params)
+        for param in self._params:
+            param.grad = None
+
+    def arm(self) -> None:
+        return None
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        value = [self._flat(numbers) for numbers in self._kinds.values()] + [sums.clone()]
+        for param in self._params:
+            param.grad = None
+        node = Node(0, atom)
+        # like a binary counter: a right child meets its left sibling as soon as it is there
+        while node.place % 2 and (left := Node(node.level, node.place - 1)) in self._values:
+            value = _added(self._values.pop(left), value)
+            node = Node(node.level + 1, node.place // 2)
+        self._values[node] = value
+
+    def _flat(self, numbers: list[int]) -> Tensor:
+        parts = []
+        for number in numbers:
+            grad = self._params[number].grad
+            if grad is None:
+                parts.append(torch.zeros_like(self._params[number]).flatten())
+                continue
+            if grad.is_sparse:
+                raise ConfigError(f"{self._names[number]!r} has a sparse gradient; build its layer with sparse=False")
+            self._used[number] = True
+            parts.append(grad.flatten())
+        return torch.cat(parts)
+
+    def used(self) -> list[bool]:
+        return self._used
+
+    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        empty = [self._zeros(numbers) for numbers in self._kinds.values()] + [torch.zeros_like(sums)]
+        total = [self._tree(place, blank) for place, blank in enumerate(empty)]
+        self._values = {}
+        self._group.sum(flags).wait()
+        for flat, numbers in zip(total, self._kinds.values(), strict=False):
+            sizes = [self._params[number].numel() for number in numbers]
+            for number, piece in zip(numbers, flat.split(sizes), strict=True):
+                self._params[number].grad = piece.view_as(self._params[number])
+        return total[-1], flags
+
+    def _zeros(self, numbers: list[int]) -> Tensor:
+        first = self._params[numbers[0]]
+        return torch.zeros(
+            sum(self._params[number].numel() for number in numbers), dtype=first.dtype, device=first.device
+        )
+
+    def _tree(self, place: int, blank: Tensor) -> Tensor:
+        """The sum over all atoms of the value at `place`, the same on every member."""
+        owned = [tree_nodes(atoms) for atoms in share(self._atoms, self._group.size)]
+        rows = max(len(nodes) for nodes in owned)
+        mine = [self._values[node][place] for node in owned[self._group.rank]]
+        mine += [blank] * (rows - len(mine))
+        pieces = []
+        for start in range(0, max(1, blank.numel()), _CHUNK):
+            gathered = self._group.gather(torch.stack([value[start : start + _CHUNK] for value in mine]))
+            values = {
+                node: gathered[member, row] for member, nodes in enumerate(owned) for row, node in enumerate(nodes)
+            }
+            pieces.append(tree_sum(values, self._atoms, torch.add))
+        return torch.cat(pieces)
+
+    def digest(self) -> bytes:
+        return repr(
+            [
+                (name, tuple(param.shape), str(param.dtype))
+                for name, param in zip(self._names, self._params, strict=True)
+            ]
+        ).encode()
+
+    def close(self) -> None:
+        return None
+
+
+def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    return [torch.add(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def vector(length: int, device: torch.device) -> Tensor:
+    """A zero vector of the kind that `Exchange.finish` sums."""
+    return torch.zeros(length, dtype=TAIL_DTYPE, device=device)

@@ -1,0 +1,90 @@
+"""Plain single-process PyTorch over the samples that a run would use: what every strategy is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from shoal.core.atoms import Course, Span
+from shoal.core.permutation import Permutation
+from shoal.trainer.step import atom_key, order_key
+
+
+def sample_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
+    """The samples of an epoch in the order in which a run with this seed uses them."""
+    return Permutation(size, order_key(seed, epoch)).span(0, size).tolist()
+
+
+def batches_of(course: Course, step: int, *, seed: int, by_atom: bool) -> Iterator[tuple[Span, list[int]]]:
+    """The step's samples, as one batch or atom by atom."""
+    span = course.step(step)
+    order = Permutation(course.size, order_key(seed, span.epoch))
+    parts = span.atoms() if by_atom else [Span(0, span.start, span.stop)]
+    for part in parts:
+        yield part, order.span(part.start, part.stop).tolist()
+
+
+def reference_fit(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    data: Any,
+    *,
+    batch_size: int,
+    steps: int,
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    clip: float | None = None,
+    seed: int = 0,
+    by_atom: bool = False,
+) -> list[float]:
+    """Train `model` here and now; returns the loss of each step. `by_atom` for models that draw random numbers."""
+    course = Course(len(data), batch_size)
+    made = optimizer(list(model.named_parameters()))
+    scheduler = schedule(made, steps) if schedule is not None else None
+    losses = []
+    for step in range(steps):
+        made.zero_grad()
+        total: Tensor | float = 0.0
+        weights = 0.0
+        for part, indices in batches_of(course, step, seed=seed, by_atom=by_atom):
+            torch.manual_seed(atom_key(seed, step, part.atom))
+            value, weight = _sum_and_weight(loss(model, collate([data[index] for index in indices])), len(indices))
+            value.backward()
+            total = total + value.detach()
+            weights += weight
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= weights
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        made.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(float(total) / weights)
+    return losses
+
+
+def _sum_and_weight(returned: Any, samples: int) -> tuple[Tensor, float]:
+    if isinstance(returned, dict):
+        returned = returned["loss"]
+    if isinstance(returned, tuple):
+        return returned[0], float(returned[1])
+    return returned * samples, float(samples)
+
+
+def relative_difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference of two models' states, relative to the largest value of each tensor."""
+    worst = 0.0
+    state = other.state_dict()
+    for name, value in one.state_dict().items():
+        if not value.is_floating_point():
+            worst = worst if torch.equal(value, state[name]) else float("inf")
+            continue
+        scale = max(float(state[name].abs().max()), 1e-12) if value.numel() else 1.0
+        worst = max(worst, float((value - state[name]).abs().max()) / scale if value.numel() else 0.0)
+    return worst

@@ -1,0 +1,1 @@
+"""The session for own loops, and the Trainer built on it."""

@@ -1,0 +1,169 @@
+"""Evaluation and prediction on all workers: every sample once, results in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.atoms import Span, forwards, share
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.keys import derive
+from shoal.data.fetch import Fetcher, Piece, Request, check_data
+from shoal.trainer.loss import read_loss
+from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
+from shoal.trainer.session import Session
+from shoal.trainer.step import moved
+
+LossFn = Callable[[nn.Module, Any], Any]
+PredictFn = Callable[[nn.Module, Any], Any]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within: eval mode and no gradients. Afterwards every module is in the mode it was in, also frozen ones."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Part:
+    """This worker's part of a data set: contiguous, in order, in batches of at most `batch` samples."""
+
+    def __init__(
+        self, session: Session, data: Any, collate: Any, *, batch: int, data_workers: int | None, name: str
+    ) -> None:
+        self._session = session
+        positions = share(check_data(data, name), session.workers)[session.rank]
+        whole = Span(0, positions.start, positions.stop)
+        self._spans = [part for (part,) in forwards([whole], batch, alone=True)] if positions else []
+        self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)
+        self._name = name
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """(samples, batch), in order."""
+        stream = self._loader.open(self._name, self._request)
+        try:
+            for span in self._spans:
+                (batch,) = stream.take() or [None]
+                yield span.samples, moved(batch, self._session.device)
+        finally:
+            stream.close()
+
+    def _request(self, number: int) -> Request | None:
+        if number >= len(self._spans):
+            return None
+        span = self._spans[number]
+        seed = derive(self._session.seed, self._name, span.start)
+        return Request(((Piece(range(span.start, span.stop), seed),),))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+class Evaluator:
+    """Evaluates a model on a data set, again and again. All workers call it together and get the same figures."""
+
+    def __init__(
+        self,
+        session: Session,
+        part: Part,
+        loss: LossFn | None,
+        predict: PredictFn | None,
+        metrics: Sequence[str | Metric],
+    ) -> None:
+        self._session = session
+        self._part = part
+        self._loss = loss
+        self._predict = predict
+        self._specs = metrics
+
+    def run(self, model: nn.Module) -> dict[str, float]:
+        begun = time.perf_counter()
+        own = make_metrics(self._specs)
+        total = weight = 0.0
+        with evaluating(model):
+            for samples, batch in self._part.batches():
+                if self._loss is not None:
+                    loss = read_loss(self._loss(model, batch), training=False)
+                    total += float(loss.value) * (samples if loss.weight is None else 1.0)
+                    weight += samples if loss.weight is None else loss.weight
+                self._update(own, model, batch)
+        told = self._session.gather({"loss": [total, weight], "states": [metric.state() for metric in own]})
+        figures = self._merged(told)
+        self._session.times.eval += time.perf_counter() - begun
+        return figures
+
+    def _update(self, own: list[Metric], model: nn.Module, batch: Any) -> None:
+        watching = [metric for metric in own if not needs_loss(metric)]
+        if not watching:
+            return
+        assert self._predict is not None
+        prediction, target = _pair(self._predict(model, batch))
+        for metric in watching:
+            metric.update(prediction, target)
+
+    def _merged(self, told: list[dict[str, Any]]) -> dict[str, float]:
+        """In order of rank into fresh objects: the same figures on every worker, whatever their number."""
+        total = sum(part["loss"][0] for part in told)
+        weight = sum(part["loss"][1] for part in told)
+        metrics = make_metrics(self._specs)
+        for part in told:
+            for metric, state in zip(metrics, part["states"], strict=True):
+                metric.merge(state)
+        for metric in metrics:
+            if needs_loss(metric):
+                metric.update_loss(total, weight)
+        figures = {"loss": total / weight} if weight else {}
+        return {**figures, **compute_all(metrics)}
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    raise ConfigError(
+        f"predict returned {type(returned).__name__}; it must return (prediction, target) when metrics are computed"
+    )
+
+
+def predict_part(session: Session, part: Part, model: nn.Module, predict: PredictFn) -> Any:
+    """This worker's predictions, in order, joined along the first dimension."""
+    outputs = []
+    with evaluating(model):
+        for _, batch in part.batches():
+            returned = predict(model, batch)
+            outputs.append(returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned)
+    return outputs
+
+
+def join(outputs: list[Any]) -> Any:
+    """Predictions of batches as those of one batch: tensors joined along dimension 0, lists appended, dicts by key."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            raise DataError(
+                "predict returned a scalar for a batch; return one prediction per sample, along dimension 0"
+            )
+        return torch.cat([output.detach() for output in outputs])
+    if isinstance(first, dict):
+        return {key: join([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(join([output[place] for output in outputs]) for place in range(len(first)))
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    if hasattr(first, "__array__"):
+        import numpy as np
+
+        return np.concatenate(outputs)
+    raise DataError(
+        f"predict returned {type(first).__name__} for a batch; return tensors, arrays, lists, or dicts of these"
+    )

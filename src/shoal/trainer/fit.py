@@ -1,0 +1,209 @@
+"""What `Trainer.fit` does on every worker: the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError, NotFiniteError
+from shoal.core.events import EvalDone, RunEnded
+from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
+from shoal.trainer.metrics import Metric
+from shoal.trainer.session import Session
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: the Trainer's arguments, checked."""
+
+    loss: LossFn
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None
+    data: Any
+    eval_data: Any
+    collate: Any
+    data_workers: int | None
+    predict: PredictFn | None
+    metrics: Sequence[str | Metric]
+    batch_size: int
+    total_steps: int
+    steps_per_epoch: int
+    clip: float | None
+    micro_batch: int | None
+    ema: float | None
+    eval_every: int | None
+
+    def eval_batch(self, workers: int) -> int:
+        return self.micro_batch or max(1, -(-self.batch_size // workers))
+
+
+class Average:
+    """An exponential moving average of a model's floating-point parameters."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._params = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
+        self.values = [param.detach().clone() for _, param in self._params]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self.values, [param.detach() for _, param in self._params], 1.0 - self._decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the average with the weights; again to undo."""
+        for (_, param), value in zip(self._params, self.values, strict=True):
+            weights = param.detach().clone()
+            param.copy_(value)
+            value.copy_(weights)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: value for (name, _), value in zip(self._params, self.values, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for (name, _), value in zip(self._params, self.values, strict=True):
+            value.copy_(state[name])
+
+
+class _Record:
+    """What the loop remembers across a resume."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
+    """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
+    model.to(session.device)
+    optimizer = make_optimizer(recipe, model)
+    schedule = recipe.schedule(optimizer, recipe.total_steps) if recipe.schedule is not None else None
+    average = Average(model, recipe.ema) if recipe.ema is not None else None
+    record = _Record()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
+    session.track(**{name: part for name, part in parts.items() if part is not None})
+    session.overlap_backward()
+    evaluation = _Evaluation(session, model, recipe, average, record)
+    stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
+    try:
+        for step in session.steps(
+            recipe.data,
+            recipe.batch_size,
+            steps=recipe.total_steps,
+            collate=recipe.collate,
+            data_workers=recipe.data_workers,
+            micro_batch=recipe.micro_batch,
+        ):
+            for batch in step:
+                step.backward(recipe.loss(model, batch))
+            update = step.apply(optimizer, clip=recipe.clip)
+            if average is not None:
+                average.update()
+            if schedule is not None and not stepped_on_eval:
+                schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
+            step.commit()
+            if evaluation.due():
+                metrics = evaluation.run()
+                if schedule is not None and stepped_on_eval:
+                    schedule.step(metrics["loss"])
+    finally:
+        evaluation.close()
+    _refuse_not_finite(model, session)
+    reason = session.stopping or "complete"
+    session.channel.emit(RunEnded(step=session.step, loss=session.epoch_loss, metrics=record.metrics, reason=reason))
+    return {
+        "loss": session.epoch_loss,
+        "metrics": record.metrics,
+        "steps": session.step,
+        "stopping": session.stopping,
+    }, average
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = recipe.optimizer(list(model.named_parameters()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer= returned {type(optimizer).__name__}; it must return a torch optimizer, as lambda "
+            "params: torch.optim.SGD(params, lr=0.1) does"
+        )
+    return optimizer
+
+
+def _wants_metric(schedule: Any) -> bool:
+    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _refuse_not_finite(model: nn.Module, session: Session) -> None:
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and not torch.isfinite(param).all():
+            raise NotFiniteError(
+                f"parameter {name!r} is not finite after the last step ({session.step}); lower the learning "
+                "rate or set clip=",
+                step=session.step,
+            )
+
+
+class _Evaluation:
+    """When to evaluate during training, and what follows from it."""
+
+    def __init__(
+        self, session: Session, model: nn.Module, recipe: Recipe, average: Average | None, record: _Record
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._recipe = recipe
+        self._average = average
+        self._record = record
+        self._part: Part | None = None
+
+    def due(self) -> bool:
+        if self._recipe.eval_data is None or self._session.stopping is not None:
+            return False
+        step = self._session.step
+        every = self._recipe.eval_every or self._recipe.steps_per_epoch
+        return step % every == 0 or step == self._recipe.total_steps
+
+    def run(self) -> dict[str, float]:
+        recipe, record, session = self._recipe, self._record, self._session
+        if self._part is None:
+            self._part = Part(
+                session,
+                recipe.eval_data,
+                recipe.collate,
+                batch=recipe.eval_batch(session.workers),
+                data_workers=recipe.data_workers,
+                name="eval_data",
+            )
+        evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
+        metrics = record.metrics = evaluate_average(evaluator, self._model, self._average)
+        if record.best is None or metrics["loss"] < record.best:
+            record.best = metrics["loss"]
+            session.checkpoint_best()
+        epoch = (session.step - 1) // recipe.steps_per_epoch
+        session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
+        return metrics
+
+    def close(self) -> None:
+        if self._part is not None:
+            self._part.close()
+
+
+def evaluate_average(evaluator: Evaluator, model: nn.Module, average: Average | None) -> dict[str, float]:
+    """Evaluate the average of the weights where there is one, else the weights."""
+    if average is None:
+        return evaluator.run(model)
+    average.swap()
+    try:
+        return evaluator.run(model)
+    finally:
+        average.swap()

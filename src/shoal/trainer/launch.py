@@ -1,0 +1,85 @@
+"""Own loops on many workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.core import spec
+from shoal.core.errors import ConfigError, Interrupted, Preempted
+from shoal.core.events import AnyEvent, Callback, Stop
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.progress import Progress
+from shoal.trainer.run import Start, check_workers, default_workers, import_for_training, is_main_process, run
+from shoal.trainer.rundir import RunDir, find_checkpoint, new_run_id
+from shoal.trainer.session import Session
+
+
+def launch(
+    fn: Callable[[Session], Any],
+    workers: int | None = None,
+    *,
+    seed: int = 0,
+    deterministic: bool = False,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    engine: str | spec.Local = "local",
+    callbacks: Sequence[Callback] = (),
+) -> list[Any]:
+    """Call `fn(session)` on every worker and return what each returned, in order of rank.
+
+    What `fn` returns must be made of tensors, arrays, numbers, strings, lists and dicts. With `run_dir`, what the
+    session tracks is checkpointed there, and `resume="last"` goes on from it. SIGTERM and Ctrl-C end the session's loop
+    after the step in progress, checkpointed; `fn` then goes on after its loop, and this call raises `shoal.Preempted`
+    or `shoal.Interrupted` once it has returned.
+    """
+    engine_spec: spec.Local = spec.parse("engine", engine)
+    count = default_workers() if workers is None else check_workers(workers)
+    if not callable(fn):
+        raise ConfigError(f"launch: {fn!r} is of type {type(fn).__name__}; it must be a function of a session")
+    progress = Progress()
+    folder = None if run_dir is None else Path(run_dir).expanduser().absolute()
+    if folder is None and (resume is not None or checkpoint_every is not None):
+        raise ConfigError("launch: resume= and checkpoint_every= need run_dir=")
+    loaded = None
+    if resume is not None:
+        loaded, _ = find_checkpoint(resume, run_dir=folder, name="", warn=progress.warn)
+    run_id = new_run_id(folder.name if folder is not None else "launch")
+    held = None
+    if folder is not None and is_main_process():
+        held = RunDir(folder, run_id, keep_checkpoints=loaded is not None)
+    start = Start(
+        seed=seed,
+        deterministic=deterministic,
+        run_id=run_id,
+        run_dir=folder,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        meta={"run_id": run_id},
+        loaded=loaded,
+    )
+
+    def listen(event: AnyEvent) -> Stop | None:
+        progress(event)
+        answers = [callback(event) for callback in callbacks]
+        return next((answer for answer in answers if isinstance(answer, Stop)), None)
+
+    def body(session: Session) -> list[Any]:
+        return [fn(session), session.stopping]
+
+    import_for_training()
+    try:
+        values = run(body, start, workers=count, engine=engine_spec, listen=listen)
+    finally:
+        if held is not None:
+            held.close()
+    for reason, error in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
+        if values[0][1] == reason:
+            raise error(
+                f"shoal: {reason} by a signal; checkpointed in {folder}" if folder else f"shoal: {reason} by a signal"
+            )
+    return [value for value, _ in values]

@@ -1,0 +1,53 @@
+"""What a worker and its supervisor say to each other over their link."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.events import AnyEvent
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Worker 0: events, in order. With `ask`, the worker waits for a `Decided`."""
+
+    events: list[AnyEvent]
+    ask: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot go on."""
+
+    kind: str
+    """The class of the error: a name in `shoal.core.errors`, or that of the user's own exception."""
+    message: str
+    traceback: str
+    step: int | None
+    positions: tuple[int, int] | None
+    secondary: bool
+    """The worker failed because another one had gone away."""
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """A worker is done. Its value is a parcel: this header and the frame's buffers."""
+
+    parcel: bytes
+
+
+class StopAsked(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor: end after the step in progress, checkpointed."""
+
+    reason: str
+
+
+class Decided(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor: the answer to an `ask`."""
+
+    stop: str | None
+
+
+Up = Happened | Failed | Returned
+Down = StopAsked | Decided
+
+encode = msgspec.msgpack.Encoder().encode
+decode_up = msgspec.msgpack.Decoder(Up).decode
+decode_down = msgspec.msgpack.Decoder(Down).decode

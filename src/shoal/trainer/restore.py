@@ -1,0 +1,45 @@
+"""Giving tracked objects their state from a checkpoint, and saying in words why one does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.checkpoint import Loaded
+from shoal.core.errors import CheckpointMismatch
+
+
+def restore(name: str, thing: Any, loaded: Loaded) -> None:
+    """Give a tracked object its state from a checkpoint. Raises `CheckpointMismatch` in words."""
+    if name not in loaded.trees:
+        known = ", ".join(sorted(tree for tree in loaded.trees if tree != "session"))
+        raise CheckpointMismatch(f"{loaded.path} has no {name!r}; it has {known}")
+    state = loaded.trees[name]
+    if isinstance(thing, nn.Module):
+        _compare(thing, state, loaded)
+    try:
+        thing.load_state_dict(state)
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise CheckpointMismatch(f"{name!r} in {loaded.path} does not fit this run: {error}") from error
+
+
+def _compare(module: nn.Module, state: Mapping[str, Tensor], loaded: Loaded) -> None:
+    own = module.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} there and {tuple(own[key].shape)} here"
+        for key in own
+        if key in state and isinstance(own[key], Tensor) and own[key].shape != state[key].shape
+    ]
+    if missing or extra or shapes:
+        parts = [
+            f"{title}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for title, names in (("not in it", missing), ("only in it", extra), ("of another shape", shapes))
+            if names
+        ]
+        raise CheckpointMismatch(
+            f"{loaded.path} is a checkpoint of another model ({'; '.join(parts)}); use the model it was made "
+            "with, or start without resume"
+        )

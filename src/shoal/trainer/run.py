@@ -1,0 +1,342 @@
+"""Running a function on every worker, here or where a launcher has put this process, and getting its values back."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint import Checkpoints, Loaded
+from shoal.comm.group import make_group
+from shoal.core import errors
+from shoal.core.errors import ConfigError, GroupError, RemoteTraceback, ShoalError, WorkerError
+from shoal.core.events import AnyEvent, Notice, Stop
+from shoal.core.spec import Local
+from shoal.data.parcel import seal, unseal
+from shoal.engines.local import Crew, Ended, LocalEngine, Message
+from shoal.engines.script import run_script_on
+from shoal.engines.world import World
+from shoal.trainer.channel import STOPPED, Channel, DirectChannel, LinkChannel, stop_signals
+from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAsked, decode_up, encode
+from shoal.trainer.session import Saving, Session
+from shoal.wire.link import Link, LinkClosed
+
+Listen = Callable[[AnyEvent], Stop | None]
+
+_TIMEOUT = timedelta(minutes=30)
+_MEETING_TIMEOUT = timedelta(minutes=5)
+_POLL_SECONDS = 0.2
+_ROOT_CAUSE_SECONDS = 2.0
+"""How long to wait for the worker whose end broke the others' group."""
+
+MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the workers of a run start from. Workers get it by fork, or make it themselves: it is never sent."""
+
+    seed: int = 0
+    deterministic: bool = False
+    run_id: str = ""
+    run_dir: Path | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Loaded | None = None
+
+    def session(self, group: Any, channel: Channel, device: torch.device, *, starts_equal: bool) -> Session:
+        checkpoints = None
+        if self.run_dir is not None and group.rank == 0:
+            checkpoints = Checkpoints(
+                self.run_dir / "checkpoints",
+                keep=self.keep,
+                warn=lambda text: channel.emit(Notice(step=0, text=text)),
+            )
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        return Session(
+            group,
+            channel,
+            device=device,
+            seed=self.seed,
+            deterministic=self.deterministic,
+            saving=Saving(checkpoints, self.checkpoint_every, self.meta),
+            loaded=self.loaded,
+            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,
+            starts_equal=starts_equal,
+            run_id=self.run_id,
+            run_dir=None if self.run_dir is None else str(self.run_dir),
+        )
+
+
+def check_workers(workers: object) -> int:
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise ConfigError(f"workers={workers!r} is of type {type(workers).__name__}; use a whole number of at least 1")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ConfigError(
+            f"workers={workers} is outside 1…{MOST_WORKERS}; use about as many as there are cores ({os.cpu_count()})"
+        )
+    return workers
+
+
+def default_workers() -> int:
+    """As many workers as this process may use cores, or as the launcher has started."""
+    world = World.detect(os.environ)
+    return world.size if world is not None else len(os.sched_getaffinity(0))
+
+
+def is_spmd(engine: Local) -> bool:
+    """Whether the script runs once per worker, so that this process is a worker itself."""
+    return (
+        World.detect(os.environ) is not None
+        or engine.start == "script"
+        or (engine.start == "auto" and torch.cuda.is_available())
+    )
+
+
+def is_main_process() -> bool:
+    """False on the workers other than worker 0 of a script that runs once per worker."""
+    world = World.detect(os.environ)
+    return world is None or world.rank == 0
+
+
+def run(body: Callable[[Session], Any], start: Start, *, workers: int, engine: Local, listen: Listen) -> list[Any]:
+    """`body(session)` on every worker; what each returned, in order of rank."""
+    if is_spmd(engine):
+        return _run_here(body, start, workers, engine, listen)
+    return _run_forked(body, start, workers, listen)
+
+
+# -- the script runs once per worker -----------------------------------------------------------------------------------
+
+_runs = 0
+"""Runs so far in this process: each meets under a name of its own. All workers of a script count alike."""
+
+
+def _run_here(body: Callable[[Session], Any], start: Start, workers: int, engine: Local, listen: Listen) -> list[Any]:
+    global _runs
+    world = World.detect(os.environ) or run_script_on(workers)
+    _runs += 1
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    threads = torch.get_num_threads()
+    channel = DirectChannel(listen if world.rank == 0 else None)
+    with stop_signals(channel.ask):
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(device)
+        group = make_group(_meet(world, _runs), world.rank, world.size, device, timeout=_TIMEOUT)
+        try:
+            session = start.session(group, channel, device, starts_equal=world.size == 1)
+            value = body(session)
+            session.finish_saving()
+            return session.gather(value)
+        finally:
+            group.close()
+            torch.set_num_threads(threads)
+
+
+_store: Any = None
+
+
+def _meet(world: World, number: int) -> Any:
+    """The store of this run. torchrun serves one itself; else worker 0 does."""
+    global _store
+    distributed: Any = import_module("torch.distributed")
+
+    if _store is None:
+        serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            _store = distributed.TCPStore(
+                world.address,
+                world.port,
+                world.size,
+                is_master=serves,
+                timeout=_MEETING_TIMEOUT,
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"worker {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
+                f"({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT, and that all {world.size} "
+                "workers were started"
+            ) from None
+    return distributed.PrefixStore(f"shoal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}", _store)
+
+
+# -- workers forked from this process ----------------------------------------------------------------------------------
+
+
+def _run_forked(body: Callable[[Session], Any], start: Start, workers: int, listen: Listen) -> list[Any]:
+    def main(rank: int, link: Link, scratch: Path) -> None:
+        _worker(rank, workers, link, scratch, body, start)
+
+    with LocalEngine().start(workers, main) as crew:
+        return _Supervisor(crew, listen).watch()
+
+
+def import_for_training() -> None:
+    """What the first optimizer would import, a second of it: once here, before the fork, instead of in every worker."""
+    for module in ("torch._dynamo", "torch.distributed"):
+        import_module(module)
+
+
+def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[Session], Any], start: Start) -> None:
+    torch.set_num_threads(1)
+    channel = LinkChannel(link, speaks=rank == 0)
+    session: Session | None = None
+    failed: Failed | None = None
+    try:
+        distributed: Any = import_module("torch.distributed")
+        store = distributed.FileStore(str(scratch / "store"), workers)
+        group = make_group(store, rank, workers, torch.device("cpu"), timeout=_TIMEOUT)
+        session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
+        value = body(session)
+        session.finish_saving()
+        channel.flush()
+        parcel, buffers = seal(value)
+        link.send(encode(Returned(parcel)), buffers)
+    except LinkClosed:
+        os._exit(1)
+    except BaseException as error:
+        failed = _failure(error, session)
+    # outside the except block: see comm.group
+    if failed is not None:
+        with suppress(LinkClosed):
+            channel.flush()
+            link.send(encode(failed))
+    # Peers may still be in their last operation; the supervisor ends this process when all are done.
+    with suppress(LinkClosed):
+        while True:
+            link.recv()
+
+
+def _failure(error: BaseException, session: Session | None) -> Failed:
+    step, positions = getattr(error, "step", None), getattr(error, "positions", None)
+    at = session.where if session is not None else None
+    if at is not None and step is None:
+        step, positions = at.step, (at.start, at.stop - 1)
+    return Failed(
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)).rstrip(),
+        step=step,
+        positions=positions,
+        secondary=isinstance(error, GroupError),
+    )
+
+
+class _Supervisor:
+    """Watches a crew until every worker has returned; the first failure ends all of them."""
+
+    def __init__(self, crew: Crew, listen: Listen) -> None:
+        self._crew = crew
+        self._listen = listen
+        self._values: dict[int, Any] = {}
+        self._wanted: str | None = None
+        self._asked: str | None = None
+
+    def watch(self) -> list[Any]:
+        with stop_signals(self._want):
+            while len(self._values) < self._crew.workers:
+                self._forward_stop()
+                arrival = self._crew.next(_POLL_SECONDS)
+                if isinstance(arrival, Ended):
+                    raise _ended(arrival)
+                if isinstance(arrival, Message):
+                    self._take(arrival)
+        return [self._values[rank] for rank in range(self._crew.workers)]
+
+    def _want(self, reason: str) -> None:
+        self._wanted = reason
+
+    def _forward_stop(self) -> None:
+        if self._wanted is not None and self._asked is None:
+            self._asked = self._wanted
+            self._crew.send(0, encode(StopAsked(self._asked)))
+
+    def _take(self, arrival: Message) -> None:
+        message = decode_up(arrival.header)
+        if isinstance(message, Returned):
+            self._values[arrival.worker] = unseal(message.parcel, arrival.buffers)
+        elif isinstance(message, Failed):
+            raise self._root_cause(arrival.worker, message)
+        else:
+            self._tell(message)
+
+    def _tell(self, message: Happened) -> None:
+        for event in message.events:
+            if self._listen(event) is not None:
+                self._wanted = self._wanted or STOPPED
+        if message.ask:
+            self._asked = self._asked or self._wanted
+            self._crew.send(0, encode(Decided(self._wanted)))
+
+    def _root_cause(self, worker: int, failed: Failed) -> ShoalError:
+        """The failure to show: if this worker only lost its peers, the one that left first."""
+        while failed.secondary:
+            arrival = self._crew.next(_ROOT_CAUSE_SECONDS)
+            if isinstance(arrival, Ended):
+                return _ended(arrival)
+            if arrival is None:
+                break
+            message = decode_up(arrival.header)
+            if isinstance(message, Failed) and not message.secondary:
+                worker, failed = arrival.worker, message
+        return _as_error(worker, failed)
+
+
+def _as_error(worker: int, failed: Failed) -> ShoalError:
+    cause = RemoteTraceback(f"on worker {worker}:\n\n{failed.traceback}\n")
+    kind = getattr(errors, failed.kind, None)
+    error: ShoalError
+    if isinstance(kind, type) and issubclass(kind, WorkerError):
+        error = kind(failed.message, worker=worker, step=failed.step, positions=failed.positions)
+    elif isinstance(kind, type) and issubclass(kind, ShoalError):
+        error = kind(failed.message)
+    else:
+        where = "" if failed.step is None else f" at step {failed.step}"
+        if failed.positions is not None:
+            where += f" (positions {failed.positions[0]}–{failed.positions[1]} of its epoch)"
+        if failed.kind == "SystemExit":
+            what = f"called sys.exit({failed.message})"
+        else:
+            what = f"raised {failed.kind}: {failed.message}" if failed.message else f"raised {failed.kind}"
+        error = WorkerError(
+            f"worker {worker} {what}{where}{_hint(failed)}", worker=worker, step=failed.step, positions=failed.positions
+        )
+    error.__cause__ = cause
+    return error
+
+
+def _hint(failed: Failed) -> str:
+    if failed.kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in failed.message:
+        return ". It ran out of memory: set micro_batch= to compute fewer samples at once, or use fewer workers"
+    return ""
+
+
+def _ended(end: Ended) -> WorkerError:
+    if end.signal is None:
+        return WorkerError(
+            f"worker {end.worker} left with exit code {end.code} in the middle of the run; look for os._exit in "
+            "the code it runs",
+            worker=end.worker,
+        )
+    import signal
+
+    name = signal.Signals(end.signal).name
+    why = ""
+    if end.signal == signal.SIGKILL:
+        why = "; most often the machine ran out of memory: set micro_batch=, or use fewer workers"
+    elif end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+        why = "; a native library crashed in it: run with PYTHONFAULTHANDLER=1 to see where"
+    return WorkerError(f"worker {end.worker} was killed by {name}{why}", worker=end.worker)

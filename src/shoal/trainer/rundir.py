@@ -1,0 +1,170 @@
+"""A run's folder: made, locked against a second run, found again to resume."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.checkpoint import Loaded, load, load_newest
+from shoal.core.errors import CheckpointError, ConfigError, RunDirError
+
+_ABOUT = "run.json"
+_CHECKPOINTS = "checkpoints"
+_EARLIER = "earlier"
+
+
+def runs_root() -> Path:
+    """Where runs live that were given no folder: $SHOAL_HOME/runs, or .shoal/runs in the user's home."""
+    home = os.environ.get("SHOAL_HOME")
+    return (Path(home) if home else Path.home() / ".shoal") / "runs"
+
+
+def default_name() -> str:
+    """The name of the script that runs."""
+    stem = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+    return stem or "run"
+
+
+def new_run_id(name: str) -> str:
+    word = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    return f"{word}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class RunDir:
+    """The folder of one run, locked by this process until `close`."""
+
+    def __init__(self, path: Path, run_id: str, *, keep_checkpoints: bool) -> None:
+        """Make or take the folder. Checkpoints of an earlier run in it are moved aside unless they are resumed."""
+        self.path = path
+        self.run_id = run_id
+        self._made = not path.exists()
+        self._lock = -1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self.close()
+            raise RunDirError(
+                f"run_dir={str(path)!r} cannot be written ({error.strerror}); give run_dir= a folder that you "
+                "may write to"
+            ) from None
+        self._take_lock()
+        if not keep_checkpoints:
+            self._move_aside()
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            self._made = False
+            self.close()
+            raise RunDirError(
+                f"run_dir={str(self.path)!r} is in use by another run (process {holder}); wait for it, or give "
+                "this run its own folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def _move_aside(self) -> None:
+        old = self.path / _CHECKPOINTS
+        if old.is_dir() and any(old.iterdir()):
+            about = read_about(self.path)
+            place = self.path / _EARLIER / str(about.get("run_id") or new_run_id("run"))
+            place.parent.mkdir(exist_ok=True)
+            while place.exists():
+                place = place.with_name(place.name + "x")
+            old.rename(place)
+
+    def write_about(self, about: dict[str, Any]) -> None:
+        """What this run is, for people and for finding it again."""
+        target = self.path / _ABOUT
+        try:
+            temporary = target.with_suffix(".new")
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=2))
+            temporary.rename(target)
+        except OSError as error:
+            raise RunDirError(f"{target} cannot be written ({error.strerror}); make room, or set run_dir=") from None
+
+    def has_checkpoints(self) -> bool:
+        folder = self.path / _CHECKPOINTS
+        return folder.is_dir() and any(entry.name.startswith("step-") for entry in folder.iterdir())
+
+    def close(self) -> None:
+        """Let go of the folder; one that this run made and that has nothing worth keeping is removed."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._made and self.path.exists() and not self.has_checkpoints():
+            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):
+                self.path.parent.rmdir()
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    with suppress(OSError, msgspec.DecodeError):
+        about = msgspec.json.decode((path / _ABOUT).read_bytes())
+        if isinstance(about, dict):
+            return about
+    return {}
+
+
+def find_checkpoint(
+    resume: str | os.PathLike[str], *, run_dir: Path | None, name: str, warn: Callable[[str], None]
+) -> tuple[Loaded | None, Path | None]:
+    """The checkpoint that `resume` means, and the folder of the run it is of.
+
+    "last": the newest checkpoint in `run_dir`, or of the newest run of this name; None where there is none yet. Else a
+    run's id or the path of a run, of its checkpoints, or of one checkpoint: that must exist.
+    """
+    if str(resume) == "last":
+        for folder in [run_dir] if run_dir is not None else _runs_named(name):
+            loaded = load_newest(folder / _CHECKPOINTS, warn)
+            if loaded is not None:
+                return loaded, folder
+        where = str(run_dir) if run_dir is not None else f"runs named {name!r} in {runs_root()}"
+        warn(f"resume='last': no checkpoint in {where}; starting from the beginning")
+        return None, None
+    path = Path(resume)
+    if not path.exists() and len(path.parts) == 1:
+        path = runs_root() / path
+    if not path.exists():
+        raise ConfigError(
+            f"resume={str(resume)!r} is neither 'last', nor a path, nor a run in {runs_root()}{_some_runs()}"
+        )
+    return _load_from(path.resolve(), warn)
+
+
+def _load_from(path: Path, warn: Callable[[str], None]) -> tuple[Loaded, Path]:
+    if (path / "manifest.json").is_file():
+        return load(path), path.parent.parent
+    folder = path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
+    loaded = load_newest(folder, warn)
+    if loaded is None:
+        raise CheckpointError(
+            f"resume: there is no sound checkpoint in {folder}; give another run, or leave resume= out"
+        )
+    return loaded, folder.parent
+
+
+def _runs_named(name: str) -> list[Path]:
+    root = runs_root()
+    runs = [path for path in root.iterdir() if read_about(path).get("name") == name] if root.is_dir() else []
+    return sorted(runs, key=lambda path: (read_about(path).get("started", 0.0), path.name), reverse=True)
+
+
+def _some_runs() -> str:
+    root = runs_root()
+    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    return f"; the newest there: {', '.join(names[-3:])}" if names else ""

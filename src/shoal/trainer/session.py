@@ -1,0 +1,417 @@
+"""The session: one worker's part of a run, for people who write their own loop. The Trainer is built on it.
+
+    def train(session):
+        net = Net()
+        optimizer = torch.optim.AdamW(net.named_parameters())
+        session.track(net=net, optimizer=optimizer)
+        for step in session.steps(data, batch_size=64, epochs=3):
+            for batch in step:
+                step.backward(loss(net, batch))
+            step.apply(optimizer)
+
+    shoal.launch(train, workers=4)
+
+The body of a step may run again (after a failure, and once when the model turns out to draw random numbers): keep side
+effects out of it, or put them after `step.apply`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint import Checkpoints, Loaded
+from shoal.comm.group import Group
+from shoal.core.atoms import Course, StepSpan
+from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.events import CheckpointSaved, RunStarted
+from shoal.data.fetch import Fetcher, check_data
+from shoal.data.loader import Loader
+from shoal.data.parcel import from_bytes, to_bytes
+from shoal.layouts.single import Buffers
+from shoal.syncs.allreduce import Exchange, make_exchange
+from shoal.trainer.channel import Channel
+from shoal.trainer.restore import restore
+from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
+
+CHECKPOINT_SECONDS = 300.0
+"""How often a run is checkpointed when `checkpoint_every` is not given."""
+
+
+@dataclass
+class Times:
+    """Seconds of this worker, by what they went into. What is left of `loop` is compute."""
+
+    loop: float = 0.0
+    exchange: float = 0.0
+    data: float = 0.0
+    eval: float = 0.0
+    checkpoint: float = 0.0
+
+    def shares(self, wall: float) -> dict[str, float]:
+        parts = {"exchange": self.exchange, "data": self.data, "eval": self.eval, "checkpoint": self.checkpoint}
+        compute = max(0.0, self.loop - sum(parts.values()))
+        return {"compute": compute, **parts, "idle": max(0.0, wall - compute - sum(parts.values()))}
+
+
+@dataclass
+class Saving:
+    """Where and when to checkpoint. Only worker 0 has `checkpoints`."""
+
+    checkpoints: Checkpoints | None = None
+    every: int | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """An optimizer, and the exchange of those of its parameters that require gradients."""
+
+    optimizer: torch.optim.Optimizer
+    exchange: Exchange
+    params: list[tuple[str, nn.Parameter]]
+    everything: list[nn.Parameter]
+    mask: list[bool]
+
+
+class Session:
+    """One worker's part of a run. Made by `shoal.launch` or by the Trainer; used on the thread that got it."""
+
+    def __init__(
+        self,
+        group: Group,
+        channel: Channel,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        deterministic: bool = False,
+        saving: Saving | None = None,
+        loaded: Loaded | None = None,
+        spare_cores: float = 0.0,
+        starts_equal: bool = True,
+        run_id: str = "",
+        run_dir: str | None = None,
+    ) -> None:
+        self.rank = group.rank
+        self.workers = group.size
+        self.device = device
+        self.seed = seed
+        self.deterministic = deterministic
+        self.step = 0
+        """Steps committed so far, in the loop under way."""
+        self.stopping: str | None = None
+        """Why the run ends early, once all workers have agreed that it does."""
+        self.draws = deterministic
+        """Whether the model draws random numbers: then every atom has a forward of its own."""
+        self.times = Times()
+        self.channel = channel
+        self.buffers = Buffers([])
+        self.log_names: list[str] = []
+        self.course: Course | None = None
+        self._run = run_id, run_dir
+        self._group = group
+        self._saving = saving or Saving()
+        self._loaded = loaded
+        self._spare_cores = spare_cores
+        self._starts_equal = starts_equal
+        self._tracked: dict[str, Any] = {}
+        self._trained: dict[int, Trained] = {}
+        self._untrained: list[nn.Parameter] | None = None
+        self._overlap = False
+        self._loop = -1
+        self._at: StepSpan | None = None
+        self._best = False
+        self._saved_at = time.monotonic()
+        self._epoch: list[float] = [0.0, 0.0]
+        self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
+
+    # -- for a user's loop ---------------------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Name the state of this run: modules, optimizers, schedulers, anything with state_dict and load_state_dict.
+
+        Tracked modules start equal on every worker and their buffers are kept equal; everything tracked is in the
+        checkpoints, and is restored here when the run resumes.
+        """
+        for name, thing in objects.items():
+            if name in self._tracked or name == "session":
+                raise ConfigError(f"track: the name {name!r} is taken; use another one")
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise ConfigError(f"track: {name}={type(thing).__name__} has no state_dict and load_state_dict")
+            self._tracked[name] = thing
+            if self._loaded is not None:
+                restore(name, thing, self._loaded)
+            if isinstance(thing, nn.Module):
+                self._share(thing)
+            if isinstance(thing, torch.optim.Optimizer):
+                self._train(thing)
+        self.buffers = Buffers(self._modules())
+        self._untrained = None
+
+    def steps(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        data_workers: int | None = None,
+        micro_batch: int | None = None,
+    ) -> Iterator[Step]:
+        """Go through `data` in steps of `batch_size` samples over all workers, `steps` of them or `epochs` times over.
+
+        Each step is committed when the loop asks for the next one. A resumed run begins where its checkpoint is.
+        """
+        course = self.course = Course(check_data(data, "data"), batch_size)
+        total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
+        start = self._enter_loop(course)
+        self._tell_start(course, total)
+        if start >= total:
+            return
+        fetcher = Fetcher(data, collate)
+        loader = self.loader({"data": fetcher}, data_workers)
+        loop = Loop(self, course, fetcher, loader, limit=micro_batch, start=start, total=total)
+        try:
+            for number in range(start, total):
+                begun = time.perf_counter()
+                step = Step(self, loop, course.step(number))
+                self._at = step.span
+                yield step
+                step.commit()
+                self._between_steps(last=number + 1 == total)
+                self.times.loop += time.perf_counter() - begun
+                if self.stopping is not None:
+                    return
+            self._at = None
+        finally:
+            loop.stream.close()
+            loader.close()
+
+    def gather(self, tree: Any) -> list[Any]:
+        """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
+        return [from_bytes(data) for data in self._group.gather_bytes(to_bytes(tree))]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all workers. All workers must call it."""
+        total = tensor.detach().clone().contiguous()
+        self._group.sum(total).wait()
+        return total
+
+    # -- for the Trainer -----------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._group.bytes_sent
+
+    @property
+    def where(self) -> StepSpan | None:
+        """The step under way, for messages."""
+        return self._at
+
+    @property
+    def epoch_loss(self) -> float:
+        """Mean loss over what was trained of the current epoch, or of the last one if none of it was."""
+        total, weight = self._epoch
+        return total / weight if weight else float("nan")
+
+    def overlap_backward(self) -> None:
+        """Let gradients leave during backward: promises one optimizer, and one `Step.backward` per batch."""
+        self._overlap = True
+
+    def checkpoint_best(self) -> None:
+        """The state at this step is the best so far: checkpoint it, and keep that."""
+        self._best = True
+
+    def finish_saving(self) -> None:
+        """Wait until every checkpoint is on disk."""
+        if self._saving.checkpoints is not None:
+            begun = time.perf_counter()
+            self._saving.checkpoints.finish()
+            self.times.checkpoint += time.perf_counter() - begun
+            self._tell_saved()
+
+    def loader(self, sources: Mapping[str, Fetcher], data_workers: int | None) -> Loader:
+        return Loader(sources, processes=data_workers, spare_cores=self._spare_cores, close_fds=self._group.descriptors)
+
+    # -- for a step ----------------------------------------------------------------------------------------------------
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> Trained | None:
+        return self._trained.get(id(optimizer))
+
+    def adopt(self, optimizer: torch.optim.Optimizer, atoms: int) -> Trained:
+        """An optimizer at its first `Step.apply`: its gradients are there already and must not be cleared."""
+        if self.deterministic:
+            raise ConfigError(
+                "a deterministic loop names its optimizers first: session.track(optimizer=...) before the loop"
+            )
+        trained = self._train(optimizer)
+        grads = [param.grad for _, param in trained.params]
+        trained.exchange.open(atoms, self._vectors(trained))
+        for (_, param), grad in zip(trained.params, grads, strict=True):
+            param.grad = grad
+        return trained
+
+    def open_exchanges(self, atoms: int) -> None:
+        """Begin a phase: no parameter has a gradient."""
+        for trained in list(self._trained.values()):
+            if [param.requires_grad for param in trained.everything] != trained.mask:
+                trained = self._train(trained.optimizer)
+            trained.exchange.open(atoms, self._vectors(trained))
+        if self._untrained is None:
+            mine = {id(param) for trained in self._trained.values() for _, param in trained.params}
+            params = [param for module in self._modules() for param in module.parameters()]
+            self._untrained = [param for param in params if id(param) not in mine]
+        for param in self._untrained:
+            param.grad = None
+
+    def arm(self) -> None:
+        """The next backward is this worker's last in the step."""
+        if self._overlap:
+            for trained in self._trained.values():
+                trained.exchange.arm()
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        for trained in self._trained.values():
+            trained.exchange.atom_done(atom, sums)
+
+    def all_params(self) -> list[tuple[str, nn.Parameter]]:
+        return [pair for trained in self._trained.values() for pair in trained.params]
+
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for trained in self._trained.values() for group in trained.optimizer.param_groups]
+
+    def before_change(self) -> None:
+        """Tensors are about to change in place: a checkpoint being copied must have them first."""
+        if self._saving.checkpoints is not None:
+            self.times.checkpoint += self._saving.checkpoints.wait_copied()
+
+    def committed(self, step: int, update: Update | None) -> None:
+        assert self.course is not None
+        if (step - 1) % self.course.steps_per_epoch == 0:
+            self._epoch = [0.0, 0.0]
+        self.step = step
+        if update is not None:
+            self._epoch[0] += update.loss * update.weight
+            self._epoch[1] += update.weight
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _modules(self) -> list[nn.Module]:
+        return [thing for thing in self._tracked.values() if isinstance(thing, nn.Module)]
+
+    def _share(self, module: nn.Module) -> None:
+        if self._starts_equal:
+            return
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                plain = tensor.detach().contiguous()
+                self._group.broadcast(plain)
+                tensor.copy_(plain)
+
+    def _train(self, optimizer: torch.optim.Optimizer) -> Trained:
+        """Make the exchange for an optimizer, anew if other parameters require gradients now."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates the loss several times in one update; use another optimizer")
+        everything = [param for group in optimizer.param_groups for param in group["params"]]
+        names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+        if len(names) != len(everything):
+            names = [f"parameter {number}" for number in range(len(everything))]
+        mask = [param.requires_grad for param in everything]
+        params = [(name, param) for name, param, on in zip(names, everything, mask, strict=True) if on]
+        if not params:
+            raise ConfigError("the optimizer has no parameter that requires a gradient; set requires_grad=True on some")
+        exchange = make_exchange(self._group, params, by_atom=self.deterministic)
+        if len(set(self._group.gather_bytes(exchange.digest()))) > 1:
+            raise ConfigError("the workers' models differ in their parameters; build the same model on every worker")
+        former = self._trained.get(id(optimizer))
+        if former is not None:
+            former.exchange.close()
+        self._trained[id(optimizer)] = Trained(optimizer, exchange, params, everything, mask)
+        self._untrained = None
+        return self._trained[id(optimizer)]
+
+    def _vectors(self, trained: Trained) -> int:
+        return HEAD + 2 * len(self.log_names) + self.buffers.size + FLAGS + len(trained.params)
+
+    def _enter_loop(self, course: Course) -> int:
+        """Number this loop, and find the step where it begins: loops before the checkpointed one are complete."""
+        self._loop += 1
+        self.step = 0
+        self._epoch = [0.0, 0.0]
+        saved = self._resumed
+        if saved is None:
+            return 0
+        if self._loop < saved["loop"]:
+            return 1 << 62
+        self._resumed = None
+        here = {"size": course.size, "batch": course.batch, "seed": self.seed}
+        differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
+        if differing:
+            raise CheckpointMismatch(
+                f"the checkpoint at step {saved['step']} is of another course through the data "
+                f"({'; '.join(differing)}), so its "
+                "position would mean other samples; use the same data, batch_size and seed, or start a new run "
+                "from its weights"
+            )
+        self.step = saved["step"]
+        self.log_names = list(saved["logs"])
+        self.buffers.known = list(saved["buffers"])
+        self._epoch = list(saved["epoch"])
+        return self.step
+
+    def _tell_start(self, course: Course, total: int) -> None:
+        run_id, run_dir = self._run
+        self.channel.emit(
+            RunStarted(
+                step=self.step,
+                run_id=run_id,
+                run_dir=run_dir,
+                workers=self.workers,
+                total_steps=total,
+                steps_per_epoch=course.steps_per_epoch,
+                samples_per_epoch=course.size,
+            )
+        )
+
+    def _between_steps(self, *, last: bool) -> None:
+        if self._saving.checkpoints is not None:
+            begun = time.perf_counter()
+            self._tell_saved()
+            if last or self._best or self.stopping is not None or self._due():
+                self._save()
+            self.times.checkpoint += time.perf_counter() - begun
+        self._best = False
+
+    def _due(self) -> bool:
+        if self._saving.every is not None:
+            return self.step % self._saving.every == 0
+        return time.monotonic() - self._saved_at > CHECKPOINT_SECONDS
+
+    def _save(self) -> None:
+        assert self._saving.checkpoints is not None and self.course is not None
+        trees = {name: thing.state_dict() for name, thing in self._tracked.items()}
+        trees["session"] = {
+            "loop": self._loop,
+            "step": self.step,
+            "seed": self.seed,
+            "size": self.course.size,
+            "batch": self.course.batch,
+            "logs": self.log_names,
+            "buffers": self.buffers.known,
+            "epoch": self._epoch,
+        }
+        volatile = [buffer for module in self._modules() for buffer in module.buffers()]
+        self._saving.checkpoints.begin(self.step, trees, self._saving.meta, volatile=volatile, best=self._best)
+        self._saved_at = time.monotonic()
+
+    def _tell_saved(self) -> None:
+        assert self._saving.checkpoints is not None
+        saved = self._saving.checkpoints.check()
+        if saved is not None:
+            self.channel.emit(CheckpointSaved(step=saved.step, path=str(saved.path), best=saved.best))

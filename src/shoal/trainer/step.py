@@ -1,0 +1,428 @@
+"""One step: its batches, its backward passes, its exchange, its update.
+
+What a step exchanges besides gradients rides in two short vectors. *Sums* are of samples: weight, loss, logs, buffers.
+*Flags* are of workers: who was asked to stop, who met something that all have to agree on, who used which parameter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.atoms import Course, Span, StepSpan, forwards, share
+from shoal.core.errors import ConfigError, NotFiniteError
+from shoal.core.events import EpochDone, StepDone
+from shoal.core.keys import derive
+from shoal.core.permutation import Permutation
+from shoal.data.fetch import Fetcher, Piece, Request
+from shoal.data.loader import Loader, Stream
+from shoal.syncs.allreduce import Exchange
+from shoal.trainer.channel import REASONS
+from shoal.trainer.loss import read_loss
+
+if TYPE_CHECKING:
+    from shoal.trainer.session import Session
+
+_AGREE = len(REASONS)
+FLAGS = _AGREE + 1
+"""Flags before those of the parameters: one for each reason to stop, and one that asks all workers to agree."""
+HEAD = 2
+"""Sums before those of logs and buffers: weight, loss."""
+
+
+class Update(NamedTuple):
+    """What `Step.apply` did: figures over the whole global batch, equal on every worker."""
+
+    loss: float
+    weight: float
+    norm: float | None
+    """Norm of the gradient before clipping, where clipping was asked for."""
+    logs: dict[str, float]
+
+
+def order_key(seed: int, epoch: int) -> int:
+    """The key of the permutation that is the order of samples in an epoch."""
+    return derive(seed, "order", epoch)
+
+
+def atom_key(seed: int, step: int, atom: int) -> int:
+    """The seed of torch's generator at the beginning of a forward whose first atom is this one."""
+    return derive(seed, "forward", step, atom)
+
+
+class Loop:
+    """What all steps of one loop share: the course through the data, and its loading."""
+
+    def __init__(
+        self,
+        session: Session,
+        course: Course,
+        fetcher: Fetcher,
+        loader: Loader,
+        *,
+        limit: int | None,
+        start: int,
+        total: int,
+    ) -> None:
+        self.session = session
+        self.course = course
+        self.fetcher = fetcher
+        self.limit = limit
+        """Samples in one forward at most."""
+        self._total = total
+        self._permutation: tuple[int, Permutation] | None = None
+        self.stream: Stream = loader.open("data", self._request, start)
+
+    def spans(self, step: StepSpan, rank: int) -> list[Span]:
+        """The atoms of a step that a worker computes."""
+        atoms = step.atoms()
+        return [atoms[number] for number in share(len(atoms), self.session.workers)[rank]]
+
+    def groups(self, step: StepSpan) -> list[list[Span]]:
+        """This worker's forwards in a step."""
+        return forwards(self.spans(step, self.session.rank), self.limit, alone=self.session.draws)
+
+    def _request(self, number: int) -> Request | None:
+        if number >= self._total:
+            return None
+        step = self.course.step(number)
+        return self.request(step, self.groups(step))
+
+    def request(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
+        return Request(tuple(tuple(self._piece(step, span) for span in group) for group in groups))
+
+    def _piece(self, step: StepSpan, span: Span) -> Piece:
+        if self._permutation is None or self._permutation[0] != step.epoch:
+            self._permutation = step.epoch, Permutation(self.course.size, order_key(self.session.seed, step.epoch))
+        indices = self._permutation[1].span(span.start, span.stop)
+        return Piece(indices.tolist(), derive(self.session.seed, "data", step.step, span.atom, span.start))
+
+
+class Step:
+    """One update over one global batch. Iterate it for this worker's batches, call `backward` for each, then `apply`.
+
+    Iterate again for another phase (another loss, another optimizer) on the same batches.
+    """
+
+    def __init__(self, session: Session, loop: Loop, span: StepSpan) -> None:
+        self.number = span.step
+        self.epoch = span.epoch
+        self.samples = span.samples
+        self.span = span
+        self._session = session
+        self._loop = loop
+        self._atoms = span.atoms()
+        self._batches: list[tuple[list[Span], Any]] | None = None
+        self._in_phase = False
+        self._complete = True
+        self._update: Update | None = None
+        self._committed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._weight = 0.0
+        self._loss: Tensor | float = 0.0
+        self._own_loss = 0.0
+        self._logs: dict[str, list[float]] = {}
+        self._new_logs: list[tuple[int, str, float, float]] = []
+        self._weighted: bool | None = None
+
+    # -- a phase -------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        self._open_phase()
+        place = 0
+        while place < len(self._load()):
+            self._spans, batch = self._load()[place]
+            self._count = sum(span.samples for span in self._spans)
+            self._last = place + 1 == len(self._load())
+            self._calls, self._again = 0, False
+            self._session.buffers.before_forward()
+            self._seed(self._spans[0])
+            yield batch
+            if self._again:
+                self._split(place)
+                continue
+            if not self._calls:
+                raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
+            self._end_batch()
+            place += 1
+        self._complete = True
+
+    def _open_phase(self) -> None:
+        self._reset()
+        self._in_phase, self._complete = True, False
+        self._session.buffers.open()
+        self._session.open_exchanges(len(self._atoms))
+
+    def _load(self) -> list[tuple[list[Span], Any]]:
+        if self._batches is None:
+            begun = time.perf_counter()
+            batches = self._loop.stream.take()
+            assert batches is not None
+            groups = self._loop.groups(self.span)
+            self._batches = [(group, self._to_device(batch)) for group, batch in zip(groups, batches, strict=True)]
+            if self._loop.limit is None and groups:
+                # failover never makes a forward larger than this worker's first one
+                self._loop.limit = max(1, sum(span.samples for span in groups[0]))
+            self._session.times.data += time.perf_counter() - begun
+        return self._batches
+
+    def _split(self, place: int) -> None:
+        """The model draws random numbers: from batch `place` on, each atom is a batch of its own."""
+        session, loop = self._session, self._loop
+        session.draws = True
+        assert self._batches is not None
+        groups = forwards([span for spans, _ in self._batches[place:] for span in spans], loop.limit, alone=True)
+        begun = time.perf_counter()
+        batches = loop.fetcher.fetch(loop.request(self.span, groups))
+        self._batches[place:] = [(group, self._to_device(batch)) for group, batch in zip(groups, batches, strict=True)]
+        loop.stream.reset(self.number + 1)
+        session.times.data += time.perf_counter() - begun
+
+    def _to_device(self, batch: Any) -> Any:
+        return batch if self._session.device.type == "cpu" else moved(batch, self._session.device)
+
+    def _seed(self, span: Span) -> None:
+        # a later part of an atom that micro_batch has cut goes on with the atom's random state
+        if span.start == self._atoms[span.atom].start:
+            key = atom_key(self._session.seed, self.number, span.atom)
+            torch.default_generator.manual_seed(key)
+            if self._session.device.type == "cuda":
+                torch.cuda.manual_seed(key)
+        if not self._session.draws:
+            self._watch = self._states()
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.default_generator.get_state()]
+        if self._session.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state())
+        return states
+
+    def _drew(self) -> bool:
+        return any(not torch.equal(now, then) for now, then in zip(self._states(), self._watch, strict=True))
+
+    def backward(self, loss: Any, **options: Any) -> None:
+        """Add the gradient of this batch's loss: a mean over its samples, or (sum, weight), or a dict with these.
+
+        A step uses one of the two forms throughout. `options` go to `torch.Tensor.backward`.
+        """
+        if not self._in_phase or self._complete:
+            raise ConfigError("step.backward(loss) belongs inside `for batch in step:`")
+        value, weight, logs = read_loss(loss, training=True)
+        if self._weighted is not None and self._weighted != (weight is not None):
+            raise ConfigError(
+                "the loss is a mean in one batch and (sum, weight) in another; return the same form throughout"
+            )
+        self._weighted = weight is not None
+        session = self._session
+        if not session.draws and self._calls == 0 and self._drew():
+            if len(self._spans) > 1:
+                self._again = True
+                return
+            session.draws = True
+            self._loop.stream.reset(self.number + 1)
+        if self._last:
+            session.arm()
+        factor = float(self._count) if weight is None else 1.0
+        value.backward(torch.full((), factor / self.samples, dtype=value.dtype, device=value.device), **options)
+        self._calls += 1
+        total = value.detach() * factor
+        self._loss = self._loss + total
+        self._own_loss += float(total)
+        if weight is not None:
+            self._weight += weight
+        elif self._calls == 1:
+            self._weight += self._count
+        self._add_logs(logs)
+
+    def log(self, **values: float) -> None:
+        """Log numbers for this batch; their mean over the global batch is reported with the step."""
+        self._add_logs({name: float(value) for name, value in values.items()})
+
+    def _add_logs(self, logs: Mapping[str, float]) -> None:
+        for name, value in logs.items():
+            if name in self._session.log_names:
+                entry = self._logs.setdefault(name, [0.0, 0.0])
+                entry[0] += value * self._count
+                entry[1] += self._count
+            else:
+                self._new_logs.append((self._spans[0].atom, name, value * self._count, float(self._count)))
+
+    def _end_batch(self) -> None:
+        session, span = self._session, self._spans[-1]
+        session.buffers.after_forward(self._spans[0].atom, self._count)
+        if session.deterministic and span.stop == self._atoms[span.atom].stop:
+            session.atom_done(span.atom, self._sums())
+            self._weight, self._loss, self._logs = 0.0, 0.0, {}
+
+    def _sums(self) -> Tensor:
+        session = self._session
+        values = [self._weight, float(self._loss)]
+        for name in session.log_names:
+            values += self._logs.get(name, (0.0, 0.0))
+        head = torch.tensor(values, dtype=torch.float32)
+        buffers = session.buffers.take_sums()
+        return torch.cat([head, *buffers]) if buffers else head
+
+    def _flags(self, exchange: Exchange) -> Tensor:
+        session = self._session
+        asked = session.channel.stop_asked()
+        values = [float(reason == asked) for reason in REASONS]
+        values.append(float(bool(self._new_logs or session.buffers.changes)))
+        return torch.tensor(values + [float(used) for used in exchange.used()], dtype=torch.float32)
+
+    # -- the update ----------------------------------------------------------------------------------------------------
+
+    def apply(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> Update:
+        """Sum the gradients over all workers and let `optimizer` apply them to its parameters. Ends the phase."""
+        if not self._in_phase or not self._complete:
+            raise ConfigError("step.apply(optimizer) belongs after `for batch in step:` has gone through all batches")
+        self._in_phase = False
+        session = self._session
+        trained = session.trained(optimizer) or session.adopt(optimizer, len(self._atoms))
+        begun = time.perf_counter()
+        sums, flags = trained.exchange.finish(
+            self._sums().to(session.device), self._flags(trained.exchange).to(session.device)
+        )
+        session.times.exchange += time.perf_counter() - begun
+        told = flags.tolist()
+        self._obey(told)
+        update = self._settle(sums, agree=told[_AGREE] > 0)
+        self._set_gradients(trained.params, told[FLAGS:], update.weight)
+        norm = self._clip(trained.params, clip, update) if clip is not None else None
+        session.before_change()
+        optimizer.step()
+        self._update = update._replace(norm=norm)
+        return self._update
+
+    def _obey(self, flags: list[float]) -> None:
+        for reason, flag in zip(REASONS, flags, strict=False):
+            if flag > 0 and self._session.stopping is None:
+                self._session.stopping = reason
+
+    def _settle(self, sums: Tensor, *, agree: bool) -> Update:
+        """Read the summed vector; where workers met something new in this step, agree on it."""
+        session = self._session
+        values = sums[: HEAD + 2 * len(session.log_names)].tolist()
+        weight, loss = values[:HEAD]
+        logs = {
+            name: values[HEAD + 2 * at] / values[HEAD + 2 * at + 1]
+            for at, name in enumerate(session.log_names)
+            if values[HEAD + 2 * at + 1]
+        }
+        if not weight > 0.0:
+            raise ConfigError(
+                f"the weight of step {self.number} is {weight:g} over all workers; a step must have some weight"
+            )
+        loss /= weight
+        if loss - loss != 0.0:
+            raise self._not_finite(f"the loss is {loss}")
+        buffers = sums[HEAD + 2 * len(session.log_names) :]
+        if buffers.numel():
+            session.buffers.set_known(buffers, self.samples)
+        if agree:
+            logs.update(self._agree())
+        session.buffers.settle()
+        return Update(loss, weight, None, logs)
+
+    def _agree(self) -> dict[str, float]:
+        """Some worker has a new name in its logs or a buffer that never changed before: tell all, once."""
+        session = self._session
+        mine = {"logs": self._new_logs, "buffers": [tuple(change) for change in session.buffers.changes]}
+        logs: dict[str, list[float]] = {}
+        buffers: dict[int, Tensor] = {}
+        # in order of rank, hence of atoms: the sums do not depend on the number of workers
+        for told in session.gather(mine):
+            for _, name, total, weight in told["logs"]:
+                entry = logs.setdefault(name, [0.0, 0.0])
+                entry[0] += total
+                entry[1] += weight
+            for number, _, total in told["buffers"]:
+                buffers[number] = buffers[number] + total if number in buffers else total
+        session.log_names = [*session.log_names, *sorted(logs)]
+        session.buffers.learn(buffers, self.samples)
+        return {name: total / weight for name, (total, weight) in logs.items()}
+
+    def _set_gradients(self, params: list[tuple[str, nn.Parameter]], used: list[float], weight: float) -> None:
+        """Make sums means. A parameter that no worker used has no gradient, as in one process."""
+        for (_, param), on in zip(params, used, strict=True):
+            if not on:
+                param.grad = None
+        if weight != self.samples:
+            grads = [param.grad for _, param in params if param.grad is not None]
+            torch._foreach_mul_(grads, self.samples / weight)
+
+    def _clip(self, params: list[tuple[str, nn.Parameter]], clip: float, update: Update) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_([param for _, param in params], clip))
+        if norm - norm != 0.0:
+            raise self._not_finite(f"the loss is {update.loss:g}, but the norm of its gradient is {norm}")
+        return norm
+
+    def _not_finite(self, what: str) -> NotFiniteError:
+        """Which worker, which parameter. Every worker comes here, from the same summed values."""
+        session, own = self._session, self._own_loss
+        culprits = [rank for rank, finite in enumerate(session.gather(own - own == 0.0)) if not finite]
+        worker = culprits[0] if culprits else None
+        where, positions = "", None
+        if worker is not None:
+            spans = self._loop.spans(self.span, worker)
+            positions = spans[0].start, spans[-1].stop - 1
+            where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch})"
+        return NotFiniteError(
+            f"{what} at step {self.number}{where}; {self._first_not_finite()}. "
+            "Lower the learning rate, set clip=, or look for bad values in these samples",
+            worker=worker,
+            step=self.number,
+            positions=positions,
+        )
+
+    def _first_not_finite(self) -> str:
+        trained = self._session.all_params()
+        for name, param in trained:
+            if not torch.isfinite(param).all():
+                return f"the first parameter that is not finite is {name!r}"
+        for name, param in trained:
+            if param.grad is not None and not torch.isfinite(param.grad).all():
+                return f"all parameters are finite; the first whose gradient is not is {name!r}"
+        return "all parameters and gradients are finite"
+
+    def commit(self) -> Update | None:
+        """The step is done; what was applied is what counts. Called by the loop if the body does not."""
+        if self._committed:
+            return self._update
+        self._committed = True
+        session, update = self._session, self._update
+        if self._batches is None:
+            self._loop.stream.take()
+        session.committed(self.number + 1, update)
+        if update is not None:
+            done = StepDone(
+                step=session.step,
+                epoch=self.epoch,
+                loss=update.loss,
+                samples=self.samples,
+                rates=session.rates(),
+                norm=update.norm,
+                logs=update.logs,
+            )
+            session.channel.emit(done)
+        if self.span.stop == self._loop.course.size:
+            session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
+        return update
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=True)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(moved(part, device) for part in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(moved(part, device) for part in tree)
+    if isinstance(tree, dict):
+        return {key: moved(part, device) for key, part in tree.items()}
+    return tree.to(device) if hasattr(tree, "to") else tree

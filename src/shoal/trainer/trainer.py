@@ -1,0 +1,417 @@
+"""The Trainer: every argument checked, then the training loop on every worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint import Loaded
+from shoal.core import spec
+from shoal.core.atoms import Course
+from shoal.core.errors import ConfigError, Interrupted, Preempted
+from shoal.core.events import AnyEvent, Callback, Stop
+from shoal.data.fetch import check_data
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
+from shoal.trainer.fit import Average, Recipe, evaluate_average, train
+from shoal.trainer.landing import Landing
+from shoal.trainer.metrics import Metric, make_metrics, needs_loss
+from shoal.trainer.progress import Progress
+from shoal.trainer.result import Result
+from shoal.trainer.run import (
+    Start,
+    check_workers,
+    default_workers,
+    import_for_training,
+    is_main_process,
+    is_spmd,
+    run,
+)
+from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, runs_root
+from shoal.trainer.session import Session
+
+
+class Trainer:
+    """Trains any `nn.Module` on N workers, exactly as one process would.
+
+    model: an nn.Module, or a function without arguments that builds one.
+    loss: fn(model, batch) -> scalar mean over the batch's samples; or (sum, weight), for example summed token losses
+        and the number of tokens; or {"loss": either of these, "name": number, ...} to log more.
+    optimizer: fn(params) -> torch optimizer, where params is a list of (name, parameter).
+    schedule: fn(optimizer, total_steps) -> learning-rate scheduler, stepped once per step. ReduceLROnPlateau is stepped
+        on the loss of each evaluation, or of each step without eval_data.
+    data, eval_data: map-style data sets. collate: list of items -> batch; None is torch's default.
+    data_workers: loader processes per worker; None decides by measuring the first steps.
+    predict: fn(model, batch) -> (prediction, target). metrics: names, or objects as in `shoal.Metric`.
+    batch_size: samples per step over all workers. epochs: passes over the data (1); steps: exactly so many instead.
+    workers: None is one per core. min_workers, max_workers: membership is fixed in this version; leave them None.
+    layout, sync, codec, precision, engine: this version has "single", "allreduce", "none", "fp32", "local".
+    clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
+        the weights, with which evaluation is done. seed: of order, initial weights and everything random.
+    deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
+    name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
+    resume: "last", a run's id, or a path. checkpoint_every: steps; by default every five minutes. There is always a
+        checkpoint at the end, and at the best evaluation. keep: how many of the last ones stay.
+    eval_every: steps; by default once per epoch.
+    callbacks: functions of an event (`shoal.core.events`); one that returns `shoal.Stop()` ends the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: LossFn,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        data: Any,
+        *,
+        schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+        eval_data: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        data_workers: int | None = None,
+        predict: PredictFn | None = None,
+        metrics: Sequence[str | Metric] = (),
+        batch_size: int = 32,
+        epochs: int | None = None,
+        steps: int | None = None,
+        workers: int | None = None,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        layout: str | spec.Single = "single",
+        sync: str | spec.AllReduce = "allreduce",
+        codec: str | spec.NoCodec = "none",
+        precision: str | spec.Fp32 = "fp32",
+        clip: float | None = None,
+        micro_batch: int | None = None,
+        ema: float | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        eval_every: int | None = None,
+        engine: str | spec.Local = "local",
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        for kind, given in (("layout", layout), ("sync", sync), ("codec", codec), ("precision", precision)):
+            spec.parse(kind, given)
+        self.engine: spec.Local = spec.parse("engine", engine)
+        self.workers = default_workers() if workers is None else check_workers(workers)
+        _check_membership(self.workers, min_workers, max_workers)
+        _check_functions(model=model, loss=loss, optimizer=optimizer)
+        _check_functions(optional=True, schedule=schedule, collate=collate, predict=predict)
+        size = check_data(data, "data")
+        if eval_data is not None:
+            check_data(eval_data, "eval_data")
+        _check_whole(1, batch_size=batch_size, keep=keep)
+        _check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
+        _check_whole(1, optional=True, checkpoint_every=checkpoint_every, eval_every=eval_every)
+        _check_whole(0, optional=True, data_workers=data_workers)
+        _check_whole(None, seed=seed)
+        _check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
+        _check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
+        _check_metrics(metrics, predict)
+        for callback in callbacks:
+            _check_functions(callback=callback)
+
+        course = Course(size, batch_size)
+        self.model = self._build(model, seed)
+        self.seed = seed
+        self.deterministic = bool(deterministic)
+        self.name = default_name() if name is None else str(name)
+        self.run_dir = None if run_dir is None else Path(run_dir).expanduser().absolute()
+        self.resume = resume
+        self.checkpoint_every = checkpoint_every
+        self.keep = keep
+        self.callbacks = tuple(callbacks)
+        self.average: dict[str, Tensor] | None = None
+        """After fit() with ema=: the average of the weights, by name."""
+        self.recipe = Recipe(
+            loss=loss,
+            optimizer=optimizer,
+            schedule=schedule,
+            data=data,
+            eval_data=eval_data,
+            collate=collate,
+            data_workers=data_workers,
+            predict=predict,
+            metrics=tuple(metrics),
+            batch_size=batch_size,
+            total_steps=steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch,
+            steps_per_epoch=course.steps_per_epoch,
+            clip=clip,
+            micro_batch=micro_batch,
+            ema=ema,
+            eval_every=eval_every,
+        )
+
+    @staticmethod
+    def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+        if not isinstance(model, nn.Module):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model= built {type(model).__name__}; it must be a torch.nn.Module, or a function that returns one"
+            )
+        if not any(True for _ in model.parameters()):
+            raise ConfigError(f"model= {type(model).__name__} has no parameters; there is nothing to train")
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ConfigError("model= has no parameter that requires a gradient; set requires_grad=True on some")
+        return model
+
+    # -- fit -----------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        """Train, and return what came of it. Afterwards the model holds the trained weights.
+
+        SIGTERM and Ctrl-C end the run after the step in progress with a checkpoint: `shoal.Preempted` (exit code 75)
+        and `shoal.Interrupted` (130) leave the script. A second Ctrl-C ends it at once.
+        """
+        begun = time.monotonic()
+        progress = Progress()
+        loaded, folder = self._find_resumed(progress.warn)
+        with _Folder(self, loaded, folder) as place:
+            start = Start(
+                seed=self.seed,
+                deterministic=self.deterministic,
+                run_id=place.run_id,
+                run_dir=place.path,
+                checkpoint_every=self.checkpoint_every,
+                keep=self.keep,
+                meta={"run_id": place.run_id, "workers": self.workers},
+                loaded=loaded,
+            )
+            values = self._train(start, progress)
+            return self._finish(values, place, time.monotonic() - begun)
+
+    def _find_resumed(self, warn: Callable[[str], None]) -> tuple[Loaded | None, Path | None]:
+        if self.resume is None:
+            return None, None
+        return find_checkpoint(self.resume, run_dir=self.run_dir, name=self.name, warn=warn)
+
+    def _train(self, start: Start, progress: Progress) -> list[dict[str, Any]]:
+        recipe, model = self.recipe, self.model
+        import_for_training()
+        forked = not is_spmd(self.engine)
+        tensors = [*model.parameters(), *model.buffers()]
+        averages = (
+            [param for param in model.parameters() if param.is_floating_point()] if recipe.ema is not None else []
+        )
+        landing = Landing([*tensors, *averages]) if forked else None
+        kept: list[Tensor] = [param.detach().clone() for param in averages]
+
+        def body(session: Session) -> dict[str, Any]:
+            begun = time.perf_counter()
+            figures, average = train(session, model, recipe)
+            session.finish_saving()
+            values = average.values if average is not None else []
+            if landing is None:
+                for own, value in zip(kept, values, strict=True):
+                    own.copy_(value)
+            elif session.rank == 0:
+                landing.put([*model.parameters(), *model.buffers(), *values])
+            figures["seconds"] = session.times.shares(time.perf_counter() - begun)
+            figures["bytes_sent"] = session.bytes_sent
+            return figures
+
+        values = run(body, start, workers=self.workers, engine=self.engine, listen=self._listener(progress))
+        if landing is not None:
+            landing.take([*tensors, *kept])
+        if averages:
+            names = [name for name, param in model.named_parameters() if param.is_floating_point()]
+            self.average = dict(zip(names, kept, strict=True))
+        return values
+
+    def _listener(self, progress: Progress) -> Callable[[AnyEvent], Stop | None]:
+        def listen(event: AnyEvent) -> Stop | None:
+            progress(event)
+            stop = None
+            for callback in self.callbacks:
+                answer = callback(event)
+                stop = answer if isinstance(answer, Stop) else stop
+            return stop
+
+        return listen
+
+    def _finish(self, values: list[dict[str, Any]], place: _Folder, wall: float) -> Result:
+        first = values[0]
+        course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
+        reason = first["stopping"]
+        hint = f"at step {first['steps']}, checkpointed in {place.path}; go on with resume={place.run_id!r}"
+        if self.run_dir is not None:
+            hint = f"at step {first['steps']}, checkpointed in {place.path}; go on with resume='last'"
+        if reason == PREEMPTED:
+            raise _said(Preempted(f"shoal: stopped by SIGTERM {hint}"))
+        if reason == INTERRUPTED:
+            raise _said(Interrupted(f"shoal: stopped by Ctrl-C {hint}"))
+        return Result(
+            run_id=place.run_id,
+            run_dir=place.path,
+            steps=first["steps"],
+            epochs=first["steps"] // course.steps_per_epoch,
+            loss=first["loss"],
+            metrics=first["metrics"],
+            samples=course.samples_before(first["steps"]),
+            workers=len(values),
+            wall_seconds=wall,
+            bytes_sent=sum(value["bytes_sent"] for value in values),
+            seconds={key: sum(value["seconds"][key] for value in values) / len(values) for key in first["seconds"]},
+            stopped=reason,
+        )
+
+    # -- after training ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Loss and metrics over `data` (default: eval_data), every sample once, on all workers.
+
+        With ema=, the average of the weights is evaluated once there is one, as during training.
+        """
+        data = self.recipe.eval_data if data is None else data
+        if data is None:
+            raise ConfigError("evaluate() needs data: pass it, or give the Trainer eval_data=")
+        check_data(data, "data")
+        recipe, model = self.recipe, self.model
+
+        def body(session: Session) -> dict[str, float]:
+            model.to(session.device)
+            part = self._part(session, data)
+            try:
+                evaluator = Evaluator(session, part, recipe.loss, recipe.predict, recipe.metrics)
+                return evaluate_average(evaluator, model, self._average())
+            finally:
+                part.close()
+
+        figures: dict[str, float] = self._run(body)[0]
+        return figures
+
+    def predict(self, data: Any) -> Any:
+        """What `predict` returns as prediction for every sample of `data`, in order, computed on all workers."""
+        predict = self.recipe.predict
+        if predict is None:
+            raise ConfigError(
+                "predict() needs a function: give the Trainer predict=fn(model, batch) -> (prediction, target)"
+            )
+        check_data(data, "data")
+        model = self.model
+
+        def body(session: Session) -> Any:
+            model.to(session.device)
+            part = self._part(session, data)
+            average = self._average()
+            try:
+                if average is not None:
+                    average.swap()
+                return predict_part(session, part, model, predict)
+            finally:
+                if average is not None:
+                    average.swap()
+                part.close()
+
+        return join([output for outputs in self._run(body) for output in outputs])
+
+    def _part(self, session: Session, data: Any) -> Part:
+        recipe = self.recipe
+        batch = recipe.eval_batch(session.workers)
+        return Part(session, data, recipe.collate, batch=batch, data_workers=recipe.data_workers, name="data")
+
+    def _average(self) -> Average | None:
+        if self.average is None or self.recipe.ema is None:
+            return None
+        average = Average(self.model, self.recipe.ema)
+        average.load_state_dict(self.average)
+        return average
+
+    def _run(self, body: Callable[[Session], Any]) -> list[Any]:
+        start = Start(seed=self.seed)
+        return run(body, start, workers=self.workers, engine=self.engine, listen=lambda event: None)
+
+
+@dataclass
+class _Folder:
+    """The run's folder while `fit` runs. On workers other than 0 of a script that runs once each, only its path."""
+
+    trainer: Trainer
+    loaded: Loaded | None
+    resumed: Path | None
+
+    def __enter__(self) -> _Folder:
+        trainer, loaded = self.trainer, self.loaded
+        continued = loaded is not None and trainer.run_dir in (None, self.resumed)
+        known = str(loaded.meta.get("run_id") or "") if loaded is not None and continued else ""
+        self.run_id = known or new_run_id(trainer.name)
+        self.path = trainer.run_dir or (self.resumed if continued and self.resumed else runs_root() / self.run_id)
+        self._held: RunDir | None = None
+        if is_main_process():
+            self._held = RunDir(self.path, self.run_id, keep_checkpoints=continued)
+            self._held.write_about(
+                {
+                    "run_id": self.run_id,
+                    "name": trainer.name,
+                    "started": time.time(),
+                    "workers": trainer.workers,
+                    "batch_size": trainer.recipe.batch_size,
+                    "total_steps": trainer.recipe.total_steps,
+                    "seed": trainer.seed,
+                    "resumed": None if loaded is None else str(loaded.path),
+                }
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._held is not None:
+            self._held.close()
+
+
+def _said(stopped: Preempted | Interrupted) -> Preempted | Interrupted:
+    """A script that ends here prints no traceback, so the message is printed now."""
+    Progress().warn(stopped.message)
+    return stopped
+
+
+def _check_membership(workers: int, least: int | None, most: int | None) -> None:
+    for name, value in (("min_workers", least), ("max_workers", most)):
+        if value is not None and value != workers:
+            raise ConfigError(
+                f"{name}={value!r}: this version has a fixed number of workers ({workers}); leave {name} out, "
+                "or set it to workers"
+            )
+
+
+def _check_functions(*, optional: bool = False, **given: Any) -> None:
+    for name, value in given.items():
+        if value is None and optional:
+            continue
+        if not callable(value):
+            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; it must be a function")
+
+
+def _check_whole(least: int | None, *, optional: bool = False, **given: Any) -> None:
+    for name, value in given.items():
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; it must be a whole number")
+        if least is not None and value < least:
+            raise ConfigError(f"{name}={value}; it must be at least {least}")
+
+
+def _check_number(name: str, value: Any, what: str, holds: Callable[[float], bool]) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(float(value)):
+        raise ConfigError(f"{name}={value!r}; it must be {what}, or None")
+
+
+def _check_metrics(metrics: Sequence[str | Metric], predict: PredictFn | None) -> None:
+    wanting = [metric.name for metric in make_metrics(metrics) if not needs_loss(metric)]
+    if wanting and predict is None:
+        raise ConfigError(f"metrics={wanting} need predict=fn(model, batch) -> (prediction, target)")
