@@ -64,8 +64,8 @@ def main() -> int:
             if number:  # the first launch finds the files cold
                 seconds[arm].append(took)
     print(f"seconds to the end of the first step, {given.workers} workers, {given.times} launches; target {TARGET}")
-    for arm, took in seconds.items():
-        print(f"  {arm:<8} median {np.median(took):.2f}   best {min(took):.2f}   worst {max(took):.2f}")
+    for arm, times in seconds.items():
+        print(f"  {arm:<8} median {np.median(times):.2f}   best {min(times):.2f}   worst {max(times):.2f}")
     return 0
 
 

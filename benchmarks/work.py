@@ -48,7 +48,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.mlp(self.before_mlp(x))
+        out: Tensor = x + self.mlp(self.before_mlp(x))
+        return out
 
 
 class TinyGPT(nn.Module):

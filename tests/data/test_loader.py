@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from shoal.core.errors import DataError
 from shoal.data.fetch import Fetcher
-from shoal.data.loader import Loader, Piece, Request, Stream, choose
+from shoal.data.loader import Loader, Piece, Request, Stream, _Probe, choose
 
 
 class Noisy(Dataset):
@@ -276,6 +276,7 @@ def test_a_killed_loader_process_is_an_error_and_not_a_hang(open_stream: Callabl
     if when == "idle":
         [process] = children()
         process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(DataError, match=r"killed by SIGKILL \(often out of memory.*'train'") as caught:
         taken(stream)
     if when == "loading":
@@ -468,6 +469,11 @@ def test_the_rule(wait: float, ran: float, busy: float, spare: float, processes:
     assert choice.processes == processes and words in choice.why
 
 
+def test_a_pause_is_not_a_step() -> None:
+    probe = _Probe(waits=[9.0, 9.0] + [0.01] * 8, rans=[0.0] * 10, busies=[9.0, 9.0] + [0.01] * 7 + [100.0])
+    assert probe.enough() and probe.choose(0.0).why.startswith("2 processes: loading takes 50.0%")
+
+
 def test_a_data_set_that_waits_gets_processes_and_is_faster(open_stream: Callable[..., Stream]) -> None:
     class Sleepy(Dataset):
         def __getitem__(self, index: int) -> int:
@@ -494,7 +500,7 @@ def test_quick_data_stays_inline_and_streams_of_a_source_are_measured_together(
     open_stream: Callable[..., Stream],
 ) -> None:
     first = open_stream(TensorDataset(torch.arange(10_000)), Steps(1000), None)
-    for step in range(5):
+    for step in range(6):
         first.take()
         first.reset(step + 1)  # what lies between a reset and the next take is not a part of a step
         first.take()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 MOST_ATOMS = 24
@@ -47,9 +48,7 @@ class StepSpan:
         return self.stop - self.start
 
     def atoms(self) -> list[Span]:
-        count = atom_count(self.samples)
-        edges = [self.start + number * self.samples // count for number in range(count + 1)]
-        return [Span(number, edges[number], edges[number + 1]) for number in range(count)]
+        return [Span(number, self.start + start, self.start + stop) for number, start, stop in cut(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,14 @@ class Course:
         """Samples in the steps 0 … number−1."""
         epochs, index = divmod(number, self.steps_per_epoch)
         return epochs * self.size + min(index * self.batch, self.size)
+
+
+@lru_cache(maxsize=64)
+def cut(samples: int) -> tuple[Span, ...]:
+    """The atoms of a step of so many samples, counted from its first one."""
+    count = atom_count(samples)
+    edges = [number * samples // count for number in range(count + 1)]
+    return tuple(Span(number, edges[number], edges[number + 1]) for number in range(count))
 
 
 def atom_count(samples: int) -> int:

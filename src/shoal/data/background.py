@@ -105,13 +105,16 @@ class LoaderProcess:
             _shed(foreign_links, foreign_fds)
             _serve(theirs, sources)
 
+        born: list[int] = []
         try:
-            self.pid = fork(live)
-        except OSError:
+            fork(live, born)
+        except BaseException:
+            # a process that was born all the same finds its link closed and ends
             self._link.close()
             raise
         finally:
             theirs.close()
+        self.pid = born[0]
 
     def ask(self, source: str, request: Request) -> Ticket:
         """Queue a request. If the process is gone, the ticket says so in its turn."""

@@ -16,7 +16,8 @@ from shoal.trainer.step import atom_key, order_key
 
 def sample_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
     """The samples of an epoch in the order in which a run with this seed uses them."""
-    return Permutation(size, order_key(seed, epoch)).span(0, size).tolist()
+    order: list[int] = Permutation(size, order_key(seed, epoch)).span(0, size).tolist()
+    return order
 
 
 def batches_of(course: Course, step: int, *, seed: int, by_atom: bool) -> Iterator[tuple[Span, list[int]]]:

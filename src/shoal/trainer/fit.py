@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, NotFiniteError
-from shoal.core.events import EvalDone, RunEnded
+from shoal.core.events import EvalDone, Notice, RunEnded
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
 from shoal.trainer.session import Session
@@ -75,6 +76,10 @@ class _Record:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
+        self.evaluated = 0
+        """The step of the last evaluation."""
+        self.planned: int | None = None
+        """Steps that the schedule was made for."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -93,8 +98,11 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
     session.track(**{name: part for name, part in parts.items() if part is not None})
     session.overlap_backward()
-    evaluation = _Evaluation(session, model, recipe, average, record)
+    if schedule is not None:
+        _tell_of_new_plan(session, record, recipe.total_steps)
+    record.planned = recipe.total_steps
     stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
+    evaluation = _Evaluation(session, model, recipe, average, record, schedule if stepped_on_eval else None)
     try:
         for step in session.steps(
             recipe.data,
@@ -104,6 +112,8 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             data_workers=recipe.data_workers,
             micro_batch=recipe.micro_batch,
         ):
+            if evaluation.missed():
+                evaluation.run()
             for batch in step:
                 step.backward(recipe.loss(model, batch))
             update = step.apply(optimizer, clip=recipe.clip)
@@ -112,13 +122,13 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             if schedule is not None and not stepped_on_eval:
                 schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
             step.commit()
+            if session.step == recipe.total_steps:
+                # before this step is checkpointed
+                _refuse_not_finite(model, session)
             if evaluation.due():
-                metrics = evaluation.run()
-                if schedule is not None and stepped_on_eval:
-                    schedule.step(metrics["loss"])
+                evaluation.run()
     finally:
         evaluation.close()
-    _refuse_not_finite(model, session)
     reason = session.stopping or "complete"
     session.channel.emit(RunEnded(step=session.step, loss=session.epoch_loss, metrics=record.metrics, reason=reason))
     return {
@@ -139,6 +149,16 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _tell_of_new_plan(session: Session, record: _Record, total: int) -> None:
+    """A schedule's state holds its shape: a resumed run keeps to the one that it began with."""
+    if record.planned not in (None, total):
+        text = (
+            f"the schedule was made for {record.planned} steps and the run now has {total}; it keeps its former shape. "
+            "For another one, start a new run from these weights"
+        )
+        session.channel.emit(Notice(step=session.step, text=text))
+
+
 def _wants_metric(schedule: Any) -> bool:
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
@@ -157,23 +177,39 @@ class _Evaluation:
     """When to evaluate during training, and what follows from it."""
 
     def __init__(
-        self, session: Session, model: nn.Module, recipe: Recipe, average: Average | None, record: _Record
+        self,
+        session: Session,
+        model: nn.Module,
+        recipe: Recipe,
+        average: Average | None,
+        record: _Record,
+        schedule: Any | None,
     ) -> None:
+        """`schedule` is one that is stepped on the loss of evaluations."""
         self._session = session
         self._model = model
         self._recipe = recipe
         self._average = average
         self._record = record
+        self._schedule = schedule
         self._part: Part | None = None
 
     def due(self) -> bool:
-        if self._recipe.eval_data is None or self._session.stopping is not None:
-            return False
+        """Whether to evaluate now. A signal wants an end soon: then it is left to the run that resumes."""
         step = self._session.step
-        every = self._recipe.eval_every or self._recipe.steps_per_epoch
-        return step % every == 0 or step == self._recipe.total_steps
+        hurry = self._session.stopping in (PREEMPTED, INTERRUPTED) and step < self._recipe.total_steps
+        return self._belongs(step) and not hurry
 
-    def run(self) -> dict[str, float]:
+    def missed(self) -> bool:
+        """Whether the run was stopped by a signal at a step that should have been evaluated."""
+        step = self._session.step
+        return 0 < step != self._record.evaluated and self._belongs(step)
+
+    def _belongs(self, step: int) -> bool:
+        every = self._recipe.eval_every or self._recipe.steps_per_epoch
+        return self._recipe.eval_data is not None and (step % every == 0 or step == self._recipe.total_steps)
+
+    def run(self) -> None:
         recipe, record, session = self._recipe, self._record, self._session
         if self._part is None:
             self._part = Part(
@@ -186,12 +222,14 @@ class _Evaluation:
             )
         evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
         metrics = record.metrics = evaluate_average(evaluator, self._model, self._average)
+        record.evaluated = session.step
         if record.best is None or metrics["loss"] < record.best:
             record.best = metrics["loss"]
             session.checkpoint_best()
+        if self._schedule is not None:
+            self._schedule.step(metrics["loss"])
         epoch = (session.step - 1) // recipe.steps_per_epoch
         session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
-        return metrics
 
     def close(self) -> None:
         if self._part is not None:

@@ -190,7 +190,7 @@ class Session:
                     return
             self._at = None
         finally:
-            loop.stream.close()
+            loop.close()
             loader.close()
 
     def gather(self, tree: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.core.atoms import Course, Span, StepSpan, forwards, share
+from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, share
 from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EpochDone, StepDone
 from shoal.core.keys import derive
@@ -71,35 +71,70 @@ class Loop:
         self.session = session
         self.course = course
         self.fetcher = fetcher
-        self.limit = limit
+        # Never more at once than in a full step: what fails over from others cannot run this worker out of memory.
+        slice_of_full_step = self.spans(min(course.batch, course.size), session.rank)
+        self.limit = limit or max(1, sum(span.samples for span in slice_of_full_step))
         """Samples in one forward at most."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
-        self.stream: Stream = loader.open("data", self._request, start)
+        self._groups: dict[tuple[int, bool], list[list[Span]]] = {}
+        self._asked: dict[int, list[list[Span]]] = {}
+        self._stream: Stream = loader.open("data", self._request, start)
 
-    def spans(self, step: StepSpan, rank: int) -> list[Span]:
-        """The atoms of a step that a worker computes."""
-        atoms = step.atoms()
+    def spans(self, samples: int, rank: int) -> list[Span]:
+        """The atoms that a worker computes of a step of so many samples, counted from the step's first one."""
+        atoms = cut(samples)
         return [atoms[number] for number in share(len(atoms), self.session.workers)[rank]]
 
-    def groups(self, step: StepSpan) -> list[list[Span]]:
-        """This worker's forwards in a step."""
-        return forwards(self.spans(step, self.session.rank), self.limit, alone=self.session.draws)
+    def take(self, step: StepSpan) -> list[tuple[list[Span], Any]]:
+        """This worker's forwards in a step, and their batches. Steps must be taken in order."""
+        batches = self._stream.take()
+        assert batches is not None
+        return list(zip(self._asked.pop(step.step), batches, strict=True))
+
+    def take_apart(self, step: StepSpan, groups: Sequence[list[Span]]) -> list[tuple[list[Span], Any]]:
+        """These forwards anew, each atom alone; from now on all forwards are such."""
+        self.from_now_on(step.step + 1)
+        alone = forwards([span for group in groups for span in group], self.limit, alone=True)
+        return list(zip(alone, self.fetcher.fetch(self._asking(step, alone)), strict=True))
+
+    def from_now_on(self, number: int) -> None:
+        """What was asked ahead, from this step on, is to be asked again."""
+        self._asked.clear()
+        self._stream.reset(number)
+
+    def close(self) -> None:
+        self._stream.close()
 
     def _request(self, number: int) -> Request | None:
         if number >= self._total:
             return None
         step = self.course.step(number)
-        return self.request(step, self.groups(step))
+        kind = step.samples, self.session.draws
+        if kind not in self._groups:
+            self._groups[kind] = forwards(self.spans(step.samples, self.session.rank), self.limit, alone=kind[1])
+        self._asked[number] = self._groups[kind]
+        return self._asking(step, self._groups[kind])
 
-    def request(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
-        return Request(tuple(tuple(self._piece(step, span) for span in group) for group in groups))
-
-    def _piece(self, step: StepSpan, span: Span) -> Piece:
+    def _asking(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
         if self._permutation is None or self._permutation[0] != step.epoch:
             self._permutation = step.epoch, Permutation(self.course.size, order_key(self.session.seed, step.epoch))
-        indices = self._permutation[1].span(span.start, span.stop)
-        return Piece(indices.tolist(), derive(self.session.seed, "data", step.step, span.atom, span.start))
+        base = derive(self.session.seed, "data", step.step)
+        return Request(tuple(self._pieces(step, group, base) for group in groups))
+
+    def _pieces(self, step: StepSpan, group: Sequence[Span], base: int) -> tuple[Piece, ...]:
+        assert self._permutation is not None
+        first = group[0].start
+        indices = self._permutation[1].span(step.start + first, step.start + group[-1].stop).tolist()
+        return tuple(
+            Piece(indices[span.start - first : span.stop - first], (base + span.start * _SPREAD) & _POSITIVE)
+            for span in group
+        )
+
+
+_SPREAD = 0x9E3779B97F4A7C15
+"""2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
+_POSITIVE = (1 << 63) - 1
 
 
 class Step:
@@ -115,7 +150,7 @@ class Step:
         self.span = span
         self._session = session
         self._loop = loop
-        self._atoms = span.atoms()
+        self._atoms = cut(span.samples)
         self._batches: list[tuple[list[Span], Any]] | None = None
         self._in_phase = False
         self._complete = True
@@ -125,7 +160,7 @@ class Step:
 
     def _reset(self) -> None:
         self._weight = 0.0
-        self._loss: Tensor | float = 0.0
+        self._loss = 0.0
         self._own_loss = 0.0
         self._logs: dict[str, list[float]] = {}
         self._new_logs: list[tuple[int, str, float, float]] = []
@@ -162,30 +197,22 @@ class Step:
     def _load(self) -> list[tuple[list[Span], Any]]:
         if self._batches is None:
             begun = time.perf_counter()
-            batches = self._loop.stream.take()
-            assert batches is not None
-            groups = self._loop.groups(self.span)
-            self._batches = [(group, self._to_device(batch)) for group, batch in zip(groups, batches, strict=True)]
-            if self._loop.limit is None and groups:
-                # failover never makes a forward larger than this worker's first one
-                self._loop.limit = max(1, sum(span.samples for span in groups[0]))
+            self._batches = self._to_device(self._loop.take(self.span))
             self._session.times.data += time.perf_counter() - begun
         return self._batches
 
     def _split(self, place: int) -> None:
         """The model draws random numbers: from batch `place` on, each atom is a batch of its own."""
-        session, loop = self._session, self._loop
-        session.draws = True
         assert self._batches is not None
-        groups = forwards([span for spans, _ in self._batches[place:] for span in spans], loop.limit, alone=True)
+        self._session.draws = True
         begun = time.perf_counter()
-        batches = loop.fetcher.fetch(loop.request(self.span, groups))
-        self._batches[place:] = [(group, self._to_device(batch)) for group, batch in zip(groups, batches, strict=True)]
-        loop.stream.reset(self.number + 1)
-        session.times.data += time.perf_counter() - begun
+        groups = [spans for spans, _ in self._batches[place:]]
+        self._batches[place:] = self._to_device(self._loop.take_apart(self.span, groups))
+        self._session.times.data += time.perf_counter() - begun
 
-    def _to_device(self, batch: Any) -> Any:
-        return batch if self._session.device.type == "cpu" else moved(batch, self._session.device)
+    def _to_device(self, batches: list[tuple[list[Span], Any]]) -> list[tuple[list[Span], Any]]:
+        device = self._session.device
+        return batches if device.type == "cpu" else [(spans, moved(batch, device)) for spans, batch in batches]
 
     def _seed(self, span: Span) -> None:
         # a later part of an atom that micro_batch has cut goes on with the atom's random state
@@ -225,15 +252,19 @@ class Step:
                 self._again = True
                 return
             session.draws = True
-            self._loop.stream.reset(self.number + 1)
+            self._loop.from_now_on(self.number + 1)
         if self._last:
             session.arm()
         factor = float(self._count) if weight is None else 1.0
-        value.backward(torch.full((), factor / self.samples, dtype=value.dtype, device=value.device), **options)
+        scale = factor / self.samples
+        if scale == 1.0:
+            value.backward(**options)
+        else:
+            value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
         self._calls += 1
-        total = value.detach() * factor
-        self._loss = self._loss + total
-        self._own_loss += float(total)
+        total = value.item() * factor
+        self._loss += total
+        self._own_loss += total
         if weight is not None:
             self._weight += weight
         elif self._calls == 1:
@@ -262,7 +293,7 @@ class Step:
 
     def _sums(self) -> Tensor:
         session = self._session
-        values = [self._weight, float(self._loss)]
+        values = [self._weight, self._loss]
         for name in session.log_names:
             values += self._logs.get(name, (0.0, 0.0))
         head = torch.tensor(values, dtype=torch.float32)
@@ -370,8 +401,8 @@ class Step:
         worker = culprits[0] if culprits else None
         where, positions = "", None
         if worker is not None:
-            spans = self._loop.spans(self.span, worker)
-            positions = spans[0].start, spans[-1].stop - 1
+            spans = self._loop.spans(self.samples, worker)
+            positions = self.span.start + spans[0].start, self.span.start + spans[-1].stop - 1
             where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch})"
         return NotFiniteError(
             f"{what} at step {self.number}{where}; {self._first_not_finite()}. "
@@ -398,7 +429,7 @@ class Step:
         self._committed = True
         session, update = self._session, self._update
         if self._batches is None:
-            self._loop.stream.take()
+            self._loop.take(self.span)
         session.committed(self.number + 1, update)
         if update is not None:
             done = StepDone(
