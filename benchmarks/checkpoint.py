@@ -6,7 +6,8 @@
 60 M parameters with AdamW are 720 MB. Each round runs three arms of a few steps each, in turn: without a save, with
 `torch.save` at the start, with `Checkpoints` at the start. *Stall* is the time spent in calls that save; *lost* is the
 time of the arm less that of the arm without a save in the same round, so it includes what the writing thread takes
-from the computing one. On a busy machine look at the processor time as well: it is the same whoever else computes. `Checkpoints` also hashes, syncs to the disk and deletes the save before; `torch.save` does not.
+from the computing one. On a busy machine look at the processor time as well, which hardly depends on who else computes.
+`Checkpoints` also hashes, syncs to the disk and deletes the save before; `torch.save` does not.
 """
 
 from __future__ import annotations

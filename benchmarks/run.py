@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +28,77 @@ WORKERS = 2
 BATCH = {"gpt": 32, "mlp": 128}  # as in work.py, which imports torch: the harness does without
 LEAD = 3  # steps of a turn before its clock starts: caches and clock frequency settle
 WARM_UP = 2  # rounds that do not count
+PATIENCE = 8  # rounds tried for each that must be quiet
 CALIBRATION = 10  # steps of the first warm-up round's turns, which tell how many steps a turn should have
 
 
-def speed(works: Sequence[str], arms: Sequence[str], rounds: int, turn_seconds: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure: rounds that count, seconds of a turn, CPU share of others above which a round is repeated."""
+
+    rounds: int
+    turn: float
+    quiet: float
+
+
+def speed(works: Sequence[str], arms: Sequence[str], plan: Plan) -> dict[str, Any]:
     """Runs every work in turn; prints as it goes and returns what it printed, with each round's seconds."""
     report = {}
     for work in works:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            seconds, notes = measure(work, numbered(arms), rounds, turn_seconds, Path(folder))
+            seconds, notes = measure(work, numbered(arms), plan, Path(folder))
         report[work] = {**summary(seconds), **notes, "seconds_per_step": seconds}
         show(work, report[work])
     return report
 
 
 def measure(
-    work: str, arms: Sequence[str], rounds: int, turn_seconds: float, folder: Path
+    work: str, arms: Sequence[str], plan: Plan, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds per step of every arm in every round that counts, and notes on how quiet the machine was."""
     started, share = [arm(name, work, folder) for name in arms], BATCH[work] // WORKERS
     with Table(started, share=share, workers=WORKERS, folder=folder) as table:
         print(f"{work}: {len(arms)} arms ready, torch {', '.join(table.torch)}", file=sys.stderr)
         first = [table.turn(name, lead=LEAD, steps=CALIBRATION) / CALIBRATION for name in arms]
-        steps = max(CALIBRATION, round(turn_seconds / float(np.median(first))))
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(WARM_UP - 1 + rounds):
-            for name in order(arms, number):
-                seconds[name].append(table.turn(name, lead=LEAD, steps=steps) / steps)
-            if sys.stderr.isatty():
-                print(f"\r{work}: round {number - WARM_UP + 2} of {rounds} ", end="", file=sys.stderr, flush=True)
+        steps = max(CALIBRATION, round(plan.turn / float(np.median(first))))
+        kept, repeated = quiet_rounds(table, arms, steps, plan)
         notes = {
-            "rounds": rounds,
+            "rounds": plan.rounds,
+            "rounds_repeated": repeated,
             "steps_per_turn": steps,
             "torch": sorted(table.torch),
-            "cpu_elsewhere": table.cpu_elsewhere / table.cpu_available,
+            "cpu_elsewhere": float(np.mean([elsewhere for _, elsewhere in kept])),
             "cpu_seconds_while_waiting": {name: seat.cpu_waiting for name, seat in table.seats.items()},
         }
-    return {name: values[WARM_UP - 1 :] for name, values in seconds.items()}, notes
+    return {name: [seconds[name] for seconds, _ in kept] for name in arms}, notes
+
+
+def quiet_rounds(
+    table: Table, arms: Sequence[str], steps: int, plan: Plan
+) -> tuple[list[tuple[dict[str, float], float]], int]:
+    """Each round that counts, as seconds per step by arm and CPU share of others; and how many did not count.
+
+    Whether a round counts depends on what other processes did, never on its times: that would be choosing results.
+    """
+    kept: list[tuple[dict[str, float], float]] = []
+    for number in range(WARM_UP - 1 + PATIENCE * plan.rounds):
+        one = one_round(table, order(arms, number), steps)
+        if number >= WARM_UP - 1 and one[1] <= plan.quiet:
+            kept.append(one)
+        if sys.stderr.isatty():
+            print(f"\r{len(kept)} of {plan.rounds} rounds ", end="", file=sys.stderr, flush=True)
+        if len(kept) == plan.rounds:
+            return kept, number + 1 - (WARM_UP - 1) - plan.rounds
+    raise ArmFailed(
+        f"only {len(kept)} of {PATIENCE * plan.rounds} rounds were quiet (others below {plan.quiet:.0%} of the CPU) "
+        f"and {plan.rounds} must be: end what else is running, or raise --quiet"
+    )
+
+
+def one_round(table: Table, arms: Sequence[str], steps: int) -> tuple[dict[str, float], float]:
+    elsewhere, available = table.cpu_elsewhere, table.cpu_available
+    seconds = {name: table.turn(name, lead=LEAD, steps=steps) / steps for name in arms}
+    return seconds, (table.cpu_elsewhere - elsewhere) / (table.cpu_available - available)
 
 
 def arm(name: str, work: str, folder: Path) -> Arm:
@@ -100,7 +134,7 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def show(work: str, found: dict[str, Any]) -> None:
-    turns = f"{found['rounds']} rounds of {found['steps_per_turn']} steps"
+    turns = f"{found['rounds']} rounds of {found['steps_per_turn']} steps ({found['rounds_repeated']} repeated)"
     print(f"\n{work}: {WORKERS} workers, global batch {BATCH[work]}, {turns}")
     print(f"  {'arm':<14}{'ms per step':>12}{'middle half':>20}{'CPU s while waiting':>22}")
     for name, (low, middle, high) in found["milliseconds_per_step_quartiles"].items():
@@ -110,7 +144,7 @@ def show(work: str, found: dict[str, Any]) -> None:
     for name, values in found["relative_speed"].items():
         interval = Interval(**values)
         print(f"  {name:<26}{interval.median:>8.3f}{f'{interval.low:.3f} .. {interval.high:.3f}':>20}")
-    print(f"  other processes used {found['cpu_elsewhere']:.1%} of the machine meanwhile\n", flush=True)
+    print(f"  other processes used {found['cpu_elsewhere']:.1%} of the machine in these rounds\n", flush=True)
 
 
 def arm_list(text: str) -> list[str]:
@@ -137,6 +171,7 @@ def arguments() -> argparse.Namespace:
     add("--arms", type=arm_list, default=list(SCRIPTS), help=which)
     add("--rounds", type=round_count, default=40, help="rounds that count, one turn of every arm in each (default 40)")
     add("--turn", type=float, default=0.6, metavar="SECONDS", help="about how long a turn lasts (default 0.6)")
+    add("--quiet", type=float, default=1.0, metavar="SHARE", help="repeat rounds in which others used more CPU, as 0.05")
     add("--json", type=Path, metavar="FILE", help="also write all that was measured there")
     return parser.parse_args()
 
@@ -144,7 +179,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     given = arguments()
     try:
-        found = speed(list(BATCH) if given.work == "all" else [given.work], given.arms, given.rounds, given.turn)
+        plan = Plan(given.rounds, given.turn, given.quiet)
+        found = speed(list(BATCH) if given.work == "all" else [given.work], given.arms, plan)
     except ArmFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1

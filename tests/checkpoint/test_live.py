@@ -28,7 +28,7 @@ class Owner:
 
     def __init__(self, live: LiveTensors, tensors: list[torch.Tensor]) -> None:
         self.waited = math.nan
-        self.thread = threading.Thread(target=self._run, args=(live, tensors))
+        self.thread = threading.Thread(target=self._run, args=(live, tensors), daemon=True)
         self.thread.start()
         assert live._wanted.wait(10)
 

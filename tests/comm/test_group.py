@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_bytes_sent_follow_the_arithmetic_of_the_algorithms(size: int) -> None:
         counts.append(group.bytes_sent)
         group.gather_bytes(b"x" * group.rank)
         counts.append(group.bytes_sent)
-        return [after - before for before, after in zip(counts, counts[1:], strict=False)]
+        return [after - before for before, after in pairwise(counts)]
 
     for rank, sent in enumerate(on(size, fn)):
         others = size - 1
@@ -227,6 +228,8 @@ def test_a_broken_group_stays_broken() -> None:
 def test_a_forked_child_can_let_go_of_the_groups_sockets() -> None:
     """A child that keeps them would keep a dead member alive in the eyes of its peers."""
 
+    held, until_all_are_gone = os.pipe()
+
     def fn(group: Group) -> str:
         group.sum(torch.ones(1)).wait()
         if group.rank == 1:
@@ -234,11 +237,10 @@ def test_a_forked_child_can_let_go_of_the_groups_sockets() -> None:
             assert descriptors
             ready, done = os.pipe()
             if os.fork() == 0:
-                for descriptor in descriptors:
+                for descriptor in [*descriptors, until_all_are_gone]:
                     os.close(descriptor)
                 os.write(done, b"x")
-                os.close(done)
-                time.sleep(3.0)
+                os.read(held, 1)
                 os._exit(0)
             os.read(ready, 1)
             die()
@@ -250,7 +252,11 @@ def test_a_forked_child_can_let_go_of_the_groups_sockets() -> None:
             return "noticed"
         return "did not notice"
 
-    assert run_ranks(2, fn, mortal=[1])[0] == "noticed"
+    try:
+        assert run_ranks(2, fn, mortal=[1])[0] == "noticed"
+    finally:
+        os.close(until_all_are_gone)
+        os.close(held)
 
 
 def test_a_group_of_one_sends_nothing() -> None:

@@ -71,7 +71,7 @@ class SoloGroup:
         return _Done()
 
     def gather(self, buffer: Tensor) -> Tensor:
-        return buffer.unsqueeze(0)
+        return buffer.unsqueeze(0).clone()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]

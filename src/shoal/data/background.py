@@ -39,7 +39,7 @@ _LOOK_SECONDS = 1.0
 """How often to look whether a silent process lives: its end closes the socket, unless a child of it has a copy."""
 _MOST_PENDING = 8
 """Requests in one process: two for each of the streams that share it, and some that nobody waits for any more."""
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 """In a loader process: how long pure Python code may keep the interpreter from the thread that sends."""
 
 _Outgoing: TypeAlias = tuple[bytes, Sequence[memoryview]]

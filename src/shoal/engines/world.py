@@ -32,7 +32,7 @@ class World:
     address: str
     port: int
     launcher: str
-    """`torchrun` or `slurm`."""
+    """Who started this process: `torchrun`, `slurm`, or `script` if it was its own first worker."""
 
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> World | None:

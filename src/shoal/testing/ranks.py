@@ -27,6 +27,7 @@ from shoal.data.parcel import seal, unseal
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
 from shoal.wire.link import Link, LinkClosed
 
+_SHOW_STACKS = signal.SIGUSR1
 _LOOK_AGAIN_SECONDS = 0.5
 """How long the other ranks have to say what they met, once one has failed."""
 
@@ -54,13 +55,13 @@ def run_ranks(
     def body(rank: int, link: Link, scratch: Path) -> None:
         torch.set_num_threads(1)
         with open(_stacks(scratch, rank), "w") as stacks:
-            faulthandler.dump_traceback_later(0.9 * deadline, file=stacks)
+            # by a signal: the watchdog thread of faulthandler, if the parent has one, does not survive a fork
+            faulthandler.register(_SHOW_STACKS, file=stacks)
             store = distributed.FileStore(str(scratch / "store"), ranks)
             _answer(link, fn, lambda: _group(store, rank, ranks, deadline))
-            faulthandler.cancel_dump_traceback_later()
-        # a rank that left now could break the last operation of its peers
-        with suppress(LinkClosed):
-            link.recv()
+            # a rank that left now could break the last operation of its peers
+            with suppress(LinkClosed):
+                link.recv()
 
     with LocalEngine().start(ranks, body) as crew:
         return _Watch(crew, mortal).values(time.monotonic() + deadline, deadline)
@@ -104,6 +105,7 @@ class _Watch:
             if self._troubles:
                 until = min(until, time.monotonic() + _LOOK_AGAIN_SECONDS)
         if len(self._values) < ranks:
+            self._ask_for_stacks()
             raise RanksFailed("\n\n".join(self._said(rank, deadline) for rank in range(ranks)))
         return [self._values[rank] for rank in range(ranks)]
 
@@ -121,15 +123,27 @@ class _Watch:
         else:
             self._troubles[arrival.worker] = answer.content.decode().rstrip()
 
+    def _ask_for_stacks(self) -> None:
+        silent = self._crew.pids().keys() - self._values.keys() - self._troubles.keys()
+        for rank in silent:
+            with suppress(OSError):
+                os.kill(self._crew.pids()[rank], _SHOW_STACKS)
+        until = time.monotonic() + _LOOK_AGAIN_SECONDS
+        while time.monotonic() < until and not all(self._shown(rank) for rank in silent):
+            time.sleep(0.01)
+
+    def _shown(self, rank: int) -> str:
+        with suppress(OSError):
+            return _stacks(self._crew.scratch, rank).read_text().rstrip()
+        return ""
+
     def _said(self, rank: int, deadline: float) -> str:
         if rank in self._troubles:
             return f"rank {rank}: {self._troubles[rank]}"
         if rank in self._values:
             return f"rank {rank}: returned"
-        with suppress(OSError):
-            if stacks := _stacks(self._crew.scratch, rank).read_text().rstrip():
-                return f"rank {rank}: not done after {deadline:g} s. {stacks}"
-        return f"rank {rank}: was not done"
+        when = "when another failed" if self._troubles else f"after {deadline:g} s"
+        return f"rank {rank}: not done {when}. {self._shown(rank)}"
 
 
 def _end(end: Ended) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 from shoal.core.events import AnyEvent, Stop
 from shoal.trainer.messages import Decided, Happened, StopAsked, decode_down, encode
@@ -87,8 +87,9 @@ class LinkChannel:
 class DirectChannel:
     """In a script that runs once per worker: signals come to each worker, and worker 0 calls the listeners itself."""
 
-    def __init__(self, listeners: Callable[[AnyEvent], Stop | None] | None) -> None:
+    def __init__(self, listeners: Callable[[AnyEvent], Stop | None] | None, signals: StopSignals | None) -> None:
         self._listeners = listeners
+        self._signals = signals
         self._stop: str | None = None
 
     def emit(self, event: AnyEvent) -> None:
@@ -99,38 +100,55 @@ class DirectChannel:
         self.emit(event)
 
     def stop_asked(self) -> str | None:
-        return self._stop
-
-    def ask(self, reason: str) -> None:
-        self._stop = reason
+        return self._stop if self._signals is None else self._signals.asked or self._stop
 
     def flush(self) -> None:
         return None
 
 
-@contextmanager
-def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
-    """Within: SIGTERM and the first SIGINT ask for a stop, a second SIGINT raises `KeyboardInterrupt` at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts = 0
+class StopSignals:
+    """Within: SIGTERM and the first SIGINT are noted in `asked`; a second SIGINT raises `KeyboardInterrupt` at once.
+
+    Signals are the main thread's: entered from another one, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """`PREEMPTED` or `INTERRUPTED`, once a signal has come."""
+        self._interrupts = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ((signal.SIGTERM, self._on_term), (signal.SIGINT, self._on_interrupt)):
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, old in self._before.items():
+            # None: a handler that was not set from Python, and cannot be set again from here
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+
+    def _on_term(self, number: int, frame: object) -> None:
+        self.asked = self.asked or PREEMPTED
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self.asked = self.asked or INTERRUPTED
+
+
+def leave_sigterm_to_the_supervisor() -> None:
+    """In a worker: a SIGTERM to all processes of a job (Slurm, systemd) must not end the one that is to checkpoint.
+
+    Programs that this process starts, and processes that it forks, die of it as usual.
+    """
+    here = os.getpid()
 
     def on_term(number: int, frame: object) -> None:
-        ask(PREEMPTED)
+        if os.getpid() != here:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_interrupt(number: int, frame: object) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > 1:
-            raise KeyboardInterrupt
-        ask(INTERRUPTED)
-
-    before = {}
-    try:
-        for number, handler in ((signal.SIGTERM, on_term), (signal.SIGINT, on_interrupt)):
-            before[number] = signal.signal(number, handler)
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    signal.signal(signal.SIGTERM, on_term)

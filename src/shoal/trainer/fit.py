@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EvalDone, Notice, RunEnded
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
 from shoal.trainer.session import Session
@@ -129,14 +129,12 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
                 evaluation.run()
     finally:
         evaluation.close()
-    reason = session.stopping or "complete"
-    session.channel.emit(RunEnded(step=session.step, loss=session.epoch_loss, metrics=record.metrics, reason=reason))
-    return {
-        "loss": session.epoch_loss,
-        "metrics": record.metrics,
-        "steps": session.step,
-        "stopping": session.stopping,
-    }, average
+    # asked for at the very last step, an end is no early one
+    complete = session.stopping == STOPPED and session.step >= recipe.total_steps
+    stopping = None if complete else session.stopping
+    loss, metrics, reason = session.epoch_loss, record.metrics, stopping or "complete"
+    session.channel.emit(RunEnded(step=session.step, loss=loss, metrics=metrics, reason=reason))
+    return {"loss": loss, "metrics": metrics, "steps": session.step, "stopping": stopping}, average
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.core import spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted
 from shoal.core.events import AnyEvent, Callback, Stop
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.progress import Progress
 from shoal.trainer.run import Start, check_workers, default_workers, import_for_training, is_main_process, run
 from shoal.trainer.rundir import RunDir, find_checkpoint, new_run_id
@@ -71,15 +71,18 @@ def launch(
     def body(session: Session) -> list[Any]:
         return [fn(session), session.stopping]
 
-    import_for_training()
     try:
-        values = run(body, start, workers=count, engine=engine_spec, listen=listen)
+        with StopSignals() as signals:
+            import_for_training()
+            values = run(body, start, workers=count, engine=engine_spec, listen=listen, signals=signals)
     finally:
         if held is not None:
             held.close()
     for reason, error in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
-        if values[0][1] == reason:
-            raise error(
+        if reason == (signals.asked or values[0][1]):
+            stopped = error(
                 f"shoal: {reason} by a signal; checkpointed in {folder}" if folder else f"shoal: {reason} by a signal"
             )
+            progress.warn(stopped.message)
+            raise stopped
     return [value for value, _ in values]

@@ -15,7 +15,9 @@ def restore(name: str, thing: Any, loaded: Loaded) -> None:
     """Give a tracked object its state from a checkpoint. Raises `CheckpointMismatch` in words."""
     if name not in loaded.trees:
         known = ", ".join(sorted(tree for tree in loaded.trees if tree != "session"))
-        raise CheckpointMismatch(f"{loaded.path} has no {name!r}; it has {known}")
+        raise CheckpointMismatch(
+            f"{loaded.path} has no {name!r}; it has {known}. Resume with the arguments that its run had, or start a new run"
+        )
     state = loaded.trees[name]
     if isinstance(thing, nn.Module):
         _compare(thing, state, loaded)

@@ -24,7 +24,16 @@ from shoal.data.parcel import seal, unseal
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
 from shoal.engines.script import run_script_on
 from shoal.engines.world import World
-from shoal.trainer.channel import STOPPED, Channel, DirectChannel, LinkChannel, stop_signals
+from shoal.trainer.channel import (
+    INTERRUPTED,
+    PREEMPTED,
+    STOPPED,
+    Channel,
+    DirectChannel,
+    LinkChannel,
+    StopSignals,
+    leave_sigterm_to_the_supervisor,
+)
 from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAsked, decode_up, encode
 from shoal.trainer.session import Saving, Session
 from shoal.wire.link import Link, LinkClosed
@@ -36,6 +45,11 @@ _MEETING_TIMEOUT = timedelta(minutes=5)
 _POLL_SECONDS = 0.2
 _ROOT_CAUSE_SECONDS = 2.0
 """How long to wait for the worker whose end broke the others' group."""
+
+_SIGNAL_NOTICE = {
+    PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
+    INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
+}
 
 MOST_WORKERS = 1024
 
@@ -109,11 +123,19 @@ def is_main_process() -> bool:
     return world is None or world.rank == 0
 
 
-def run(body: Callable[[Session], Any], start: Start, *, workers: int, engine: Local, listen: Listen) -> list[Any]:
-    """`body(session)` on every worker; what each returned, in order of rank."""
+def run(
+    body: Callable[[Session], Any],
+    start: Start,
+    *,
+    workers: int,
+    engine: Local,
+    listen: Listen,
+    signals: StopSignals | None = None,
+) -> list[Any]:
+    """`body(session)` on every worker; what each returned, in order of rank. The session learns what `signals` ask for."""
     if is_spmd(engine):
-        return _run_here(body, start, workers, engine, listen)
-    return _run_forked(body, start, workers, listen)
+        return _run_here(body, start, workers, listen, signals)
+    return _run_forked(body, start, workers, listen, signals)
 
 
 # -- the script runs once per worker -----------------------------------------------------------------------------------
@@ -122,27 +144,28 @@ _runs = 0
 """Runs so far in this process: each meets under a name of its own. All workers of a script count alike."""
 
 
-def _run_here(body: Callable[[Session], Any], start: Start, workers: int, engine: Local, listen: Listen) -> list[Any]:
+def _run_here(
+    body: Callable[[Session], Any], start: Start, workers: int, listen: Listen, signals: StopSignals | None
+) -> list[Any]:
     global _runs
     world = World.detect(os.environ) or run_script_on(workers)
     _runs += 1
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     threads = torch.get_num_threads()
-    channel = DirectChannel(listen if world.rank == 0 else None)
-    with stop_signals(channel.ask):
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-        else:
-            torch.cuda.set_device(device)
-        group = make_group(_meet(world, _runs), world.rank, world.size, device, timeout=_TIMEOUT)
-        try:
-            session = start.session(group, channel, device, starts_equal=world.size == 1)
-            value = body(session)
-            session.finish_saving()
-            return session.gather(value)
-        finally:
-            group.close()
-            torch.set_num_threads(threads)
+    channel = DirectChannel(listen if world.rank == 0 else None, signals)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    group = make_group(_meet(world, _runs), world.rank, world.size, device, timeout=_TIMEOUT)
+    try:
+        session = start.session(group, channel, device, starts_equal=world.size == 1)
+        value = body(session)
+        session.finish_saving()
+        return session.gather(value)
+    finally:
+        group.close()
+        torch.set_num_threads(threads)
 
 
 _store: Any = None
@@ -176,12 +199,14 @@ def _meet(world: World, number: int) -> Any:
 # -- workers forked from this process ----------------------------------------------------------------------------------
 
 
-def _run_forked(body: Callable[[Session], Any], start: Start, workers: int, listen: Listen) -> list[Any]:
+def _run_forked(
+    body: Callable[[Session], Any], start: Start, workers: int, listen: Listen, signals: StopSignals | None
+) -> list[Any]:
     def main(rank: int, link: Link, scratch: Path) -> None:
         _worker(rank, workers, link, scratch, body, start)
 
-    with LocalEngine().start(workers, main) as crew:
-        return _Supervisor(crew, listen).watch()
+    with LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew:
+        return _Supervisor(crew, listen, signals).watch()
 
 
 def import_for_training() -> None:
@@ -191,6 +216,7 @@ def import_for_training() -> None:
 
 
 def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[Session], Any], start: Start) -> None:
+    leave_sigterm_to_the_supervisor()
     torch.set_num_threads(1)
     channel = LinkChannel(link, speaks=rank == 0)
     session: Session | None = None
@@ -225,8 +251,12 @@ def _failure(error: BaseException, session: Session | None) -> Failed:
     at = session.where if session is not None else None
     if at is not None and step is None:
         step, positions = at.step, (at.start, at.stop - 1)
+    name = type(error).__name__
+    if getattr(errors, name, type(error)) is not type(error):
+        # a user's own class that is called like one of ours
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
     return Failed(
-        kind=type(error).__name__,
+        kind=name,
         message=str(error),
         traceback="".join(traceback.format_exception(error)).rstrip(),
         step=step,
@@ -238,31 +268,35 @@ def _failure(error: BaseException, session: Session | None) -> Failed:
 class _Supervisor:
     """Watches a crew until every worker has returned; the first failure ends all of them."""
 
-    def __init__(self, crew: Crew, listen: Listen) -> None:
+    def __init__(self, crew: Crew, listen: Listen, signals: StopSignals | None) -> None:
         self._crew = crew
         self._listen = listen
+        self._signals = signals
         self._values: dict[int, Any] = {}
-        self._wanted: str | None = None
-        self._asked: str | None = None
+        self._step = 0
+        self._decided: str | None = None
+        self._passed_on = False
 
     def watch(self) -> list[Any]:
-        with stop_signals(self._want):
-            while len(self._values) < self._crew.workers:
-                self._forward_stop()
-                arrival = self._crew.next(_POLL_SECONDS)
-                if isinstance(arrival, Ended):
-                    raise _ended(arrival)
-                if isinstance(arrival, Message):
-                    self._take(arrival)
+        while len(self._values) < self._crew.workers:
+            self._pass_on_stop()
+            arrival = self._crew.next(_POLL_SECONDS)
+            if isinstance(arrival, Ended):
+                raise _ended(arrival)
+            if isinstance(arrival, Message):
+                self._take(arrival)
         return [self._values[rank] for rank in range(self._crew.workers)]
 
-    def _want(self, reason: str) -> None:
-        self._wanted = reason
+    def _wanted(self) -> str | None:
+        return (self._signals.asked if self._signals is not None else None) or self._decided
 
-    def _forward_stop(self) -> None:
-        if self._wanted is not None and self._asked is None:
-            self._asked = self._wanted
-            self._crew.send(0, encode(StopAsked(self._asked)))
+    def _pass_on_stop(self) -> None:
+        wanted = self._wanted()
+        if wanted is not None and not self._passed_on:
+            self._passed_on = True
+            self._crew.send(0, encode(StopAsked(wanted)))
+            if wanted in _SIGNAL_NOTICE:
+                self._listen(Notice(step=self._step, text=_SIGNAL_NOTICE[wanted]))
 
     def _take(self, arrival: Message) -> None:
         message = decode_up(arrival.header)
@@ -275,11 +309,11 @@ class _Supervisor:
 
     def _tell(self, message: Happened) -> None:
         for event in message.events:
+            self._step = event.step
             if self._listen(event) is not None:
-                self._wanted = self._wanted or STOPPED
+                self._decided = STOPPED
         if message.ask:
-            self._asked = self._asked or self._wanted
-            self._crew.send(0, encode(Decided(self._wanted)))
+            self._crew.send(0, encode(Decided(self._wanted())))
 
     def _root_cause(self, worker: int, failed: Failed) -> ShoalError:
         """The failure to show: if this worker only lost its peers, the one that left first."""

@@ -48,27 +48,29 @@ class RunDir:
         """Make or take the folder. Checkpoints of an earlier run in it are moved aside unless they are resumed."""
         self.path = path
         self.run_id = run_id
-        self._made = not path.exists()
+        self._made: list[Path] = []
+        self._aside: tuple[Path, bytes] | None = None
         self._lock = -1
         try:
+            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._take_lock()
+            if not keep_checkpoints:
+                self._move_aside()
         except OSError as error:
             self.close()
             raise RunDirError(
                 f"run_dir={str(path)!r} cannot be written ({error.strerror}); give run_dir= a folder that you "
                 "may write to"
             ) from None
-        self._take_lock()
-        if not keep_checkpoints:
-            self._move_aside()
 
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            self._made = False
+            self._made = []
             self.close()
             raise RunDirError(
                 f"run_dir={str(self.path)!r} is in use by another run (process {holder}); wait for it, or give "
@@ -86,6 +88,16 @@ class RunDir:
             while place.exists():
                 place = place.with_name(place.name + "x")
             old.rename(place)
+            self._aside = place, (self.path / _ABOUT).read_bytes() if about else b""
+
+    def _move_back(self, place: Path, about: bytes) -> None:
+        """This run has left nothing: what was here before it is to be found again."""
+        shutil.rmtree(self.path / _CHECKPOINTS, ignore_errors=True)
+        with suppress(OSError):
+            place.rename(self.path / _CHECKPOINTS)
+            place.parent.rmdir()
+        with suppress(OSError):
+            (self.path / _ABOUT).write_bytes(about)
 
     def write_about(self, about: dict[str, Any]) -> None:
         """What this run is, for people and for finding it again."""
@@ -102,14 +114,18 @@ class RunDir:
         return folder.is_dir() and any(entry.name.startswith("step-") for entry in folder.iterdir())
 
     def close(self) -> None:
-        """Let go of the folder; one that this run made and that has nothing worth keeping is removed."""
+        """Let go of the folder. If this run has no checkpoint, the folder is again as it was before."""
+        if self._made and not self.has_checkpoints():
+            shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._made:
+                with suppress(OSError):
+                    folder.rmdir()
+        if self._aside is not None and not self.has_checkpoints():
+            self._move_back(*self._aside)
+        self._made, self._aside = [], None
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-        if self._made and self.path.exists() and not self.has_checkpoints():
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):
-                self.path.parent.rmdir()
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -126,7 +142,8 @@ def find_checkpoint(
     """The checkpoint that `resume` means, and the folder of the run it is of.
 
     "last": the newest checkpoint in `run_dir`, or of the newest run of this name; None where there is none yet. Else a
-    run's id or the path of a run, of its checkpoints, or of one checkpoint: that must exist.
+    run's id or the path of a run, of its checkpoints, or of one checkpoint: that must exist. The folder is None for
+    checkpoints that lie outside a run: what resumes from them is a run of its own.
     """
     if str(resume) == "last":
         for folder in [run_dir] if run_dir is not None else _runs_named(name):
@@ -136,7 +153,7 @@ def find_checkpoint(
         where = str(run_dir) if run_dir is not None else f"runs named {name!r} in {runs_root()}"
         warn(f"resume='last': no checkpoint in {where}; starting from the beginning")
         return None, None
-    path = Path(resume)
+    path = Path(resume).expanduser()
     if not path.exists() and len(path.parts) == 1:
         path = runs_root() / path
     if not path.exists():
@@ -146,16 +163,20 @@ def find_checkpoint(
     return _load_from(path.resolve(), warn)
 
 
-def _load_from(path: Path, warn: Callable[[str], None]) -> tuple[Loaded, Path]:
+def _load_from(path: Path, warn: Callable[[str], None]) -> tuple[Loaded, Path | None]:
     if (path / "manifest.json").is_file():
-        return load(path), path.parent.parent
+        return load(path), _run_of(path.parent)
     folder = path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
     loaded = load_newest(folder, warn)
     if loaded is None:
         raise CheckpointError(
             f"resume: there is no sound checkpoint in {folder}; give another run, or leave resume= out"
         )
-    return loaded, folder.parent
+    return loaded, _run_of(folder)
+
+
+def _run_of(checkpoints: Path) -> Path | None:
+    return checkpoints.parent if checkpoints.name == _CHECKPOINTS else None
 
 
 def _runs_named(name: str) -> list[Path]:

@@ -407,6 +407,9 @@ class Session:
             "epoch": self._epoch,
         }
         volatile = [buffer for module in self._modules() for buffer in module.buffers()]
+        # `begin` would wait too, but only the last of two saves would be told of
+        self._saving.checkpoints.finish()
+        self._tell_saved()
         self._saving.checkpoints.begin(self.step, trees, self._saving.meta, volatile=volatile, best=self._best)
         self._saved_at = time.monotonic()
 

@@ -18,7 +18,7 @@ from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted
 from shoal.core.events import AnyEvent, Callback, Stop
 from shoal.data.fetch import check_data
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
@@ -118,15 +118,16 @@ class Trainer:
         _check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
         _check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
         _check_metrics(metrics, predict)
-        for callback in callbacks:
-            _check_functions(callback=callback)
+        _check_callbacks(callbacks)
+        if resume is not None:
+            _path("resume", resume)
 
         course = Course(size, batch_size)
         self.model = self._build(model, seed)
         self.seed = seed
         self.deterministic = bool(deterministic)
         self.name = default_name() if name is None else str(name)
-        self.run_dir = None if run_dir is None else Path(run_dir).expanduser().absolute()
+        self.run_dir = None if run_dir is None else _path("run_dir", run_dir).absolute()
         self.resume = resume
         self.checkpoint_every = checkpoint_every
         self.keep = keep
@@ -176,6 +177,15 @@ class Trainer:
         SIGTERM and Ctrl-C end the run after the step in progress with a checkpoint: `shoal.Preempted` (exit code 75)
         and `shoal.Interrupted` (130) leave the script. A second Ctrl-C ends it at once.
         """
+        with StopSignals() as signals:
+            result = self._fit(signals)
+        # Here, with the former handlers in place again: a signal that came too late to end the run still ends the script.
+        reason = signals.asked or result.stopped
+        if reason in (PREEMPTED, INTERRUPTED):
+            raise self._stopped_by_signal(reason, result)
+        return result
+
+    def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
         progress = Progress()
         loaded, folder = self._find_resumed(progress.warn)
@@ -190,15 +200,22 @@ class Trainer:
                 meta={"run_id": place.run_id, "workers": self.workers},
                 loaded=loaded,
             )
-            values = self._train(start, progress)
+            values = self._train(start, progress, signals)
             return self._finish(values, place, time.monotonic() - begun)
 
     def _find_resumed(self, warn: Callable[[str], None]) -> tuple[Loaded | None, Path | None]:
         if self.resume is None:
             return None, None
-        return find_checkpoint(self.resume, run_dir=self.run_dir, name=self.name, warn=warn)
+        loaded, folder = find_checkpoint(self.resume, run_dir=self.run_dir, name=self.name, warn=warn)
+        for tree, argument, given in (
+            ("schedule", "schedule=", self.recipe.schedule),
+            ("average", "ema=", self.recipe.ema),
+        ):
+            if loaded is not None and tree in loaded.trees and given is None:
+                warn(f"{loaded.path} holds the state of {argument}, which this run is not given; it goes on without")
+        return loaded, folder
 
-    def _train(self, start: Start, progress: Progress) -> list[dict[str, Any]]:
+    def _train(self, start: Start, progress: Progress, signals: StopSignals) -> list[dict[str, Any]]:
         recipe, model = self.recipe, self.model
         import_for_training()
         forked = not is_spmd(self.engine)
@@ -223,7 +240,8 @@ class Trainer:
             figures["bytes_sent"] = session.bytes_sent
             return figures
 
-        values = run(body, start, workers=self.workers, engine=self.engine, listen=self._listener(progress))
+        listen = self._listener(progress)
+        values = run(body, start, workers=self.workers, engine=self.engine, listen=listen, signals=signals)
         if landing is not None:
             landing.take([*tensors, *kept])
         if averages:
@@ -245,14 +263,6 @@ class Trainer:
     def _finish(self, values: list[dict[str, Any]], place: _Folder, wall: float) -> Result:
         first = values[0]
         course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
-        reason = first["stopping"]
-        hint = f"at step {first['steps']}, checkpointed in {place.path}; go on with resume={place.run_id!r}"
-        if self.run_dir is not None:
-            hint = f"at step {first['steps']}, checkpointed in {place.path}; go on with resume='last'"
-        if reason == PREEMPTED:
-            raise _said(Preempted(f"shoal: stopped by SIGTERM {hint}"))
-        if reason == INTERRUPTED:
-            raise _said(Interrupted(f"shoal: stopped by Ctrl-C {hint}"))
         return Result(
             run_id=place.run_id,
             run_dir=place.path,
@@ -265,8 +275,20 @@ class Trainer:
             wall_seconds=wall,
             bytes_sent=sum(value["bytes_sent"] for value in values),
             seconds={key: sum(value["seconds"][key] for value in values) / len(values) for key in first["seconds"]},
-            stopped=reason,
+            stopped=first["stopping"],
         )
+
+    def _stopped_by_signal(self, reason: str, result: Result) -> Preempted | Interrupted:
+        """What leaves the script. That prints no traceback, so the message is printed now."""
+        resume = "last" if self.run_dir is not None else result.run_id
+        where = f"at step {result.steps}, checkpointed in {result.run_dir}; go on with resume={resume!r}"
+        stopped: Preempted | Interrupted
+        if reason == PREEMPTED:
+            stopped = Preempted(f"shoal: stopped by SIGTERM {where}")
+        else:
+            stopped = Interrupted(f"shoal: stopped by Ctrl-C {where}")
+        Progress().warn(stopped.message)
+        return stopped
 
     # -- after training ------------------------------------------------------------------------------------------------
 
@@ -345,36 +367,37 @@ class _Folder:
 
     def __enter__(self) -> _Folder:
         trainer, loaded = self.trainer, self.loaded
-        continued = loaded is not None and trainer.run_dir in (None, self.resumed)
+        folder = trainer.run_dir
+        continued = self.resumed is not None and (folder is None or folder.resolve() == self.resumed.resolve())
         known = str(loaded.meta.get("run_id") or "") if loaded is not None and continued else ""
         self.run_id = known or new_run_id(trainer.name)
         self.path = trainer.run_dir or (self.resumed if continued and self.resumed else runs_root() / self.run_id)
         self._held: RunDir | None = None
         if is_main_process():
             self._held = RunDir(self.path, self.run_id, keep_checkpoints=continued)
-            self._held.write_about(
-                {
-                    "run_id": self.run_id,
-                    "name": trainer.name,
-                    "started": time.time(),
-                    "workers": trainer.workers,
-                    "batch_size": trainer.recipe.batch_size,
-                    "total_steps": trainer.recipe.total_steps,
-                    "seed": trainer.seed,
-                    "resumed": None if loaded is None else str(loaded.path),
-                }
-            )
+            try:
+                self._held.write_about(self._about())
+            except BaseException:
+                self._held.close()
+                raise
         return self
+
+    def _about(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "run_id": self.run_id,
+            "name": trainer.name,
+            "started": time.time(),
+            "workers": trainer.workers,
+            "batch_size": trainer.recipe.batch_size,
+            "total_steps": trainer.recipe.total_steps,
+            "seed": trainer.seed,
+            "resumed": None if self.loaded is None else str(self.loaded.path),
+        }
 
     def __exit__(self, *error: object) -> None:
         if self._held is not None:
             self._held.close()
-
-
-def _said(stopped: Preempted | Interrupted) -> Preempted | Interrupted:
-    """A script that ends here prints no traceback, so the message is printed now."""
-    Progress().warn(stopped.message)
-    return stopped
 
 
 def _check_membership(workers: int, least: int | None, most: int | None) -> None:
@@ -384,6 +407,21 @@ def _check_membership(workers: int, least: int | None, most: int | None) -> None
                 f"{name}={value!r}: this version has a fixed number of workers ({workers}); leave {name} out, "
                 "or set it to workers"
             )
+
+
+def _path(name: str, given: Any) -> Path:
+    if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
+        raise ConfigError(f"{name}={given!r} is of type {type(given).__name__}; it must be a path as text or a Path")
+    return Path(given).expanduser()
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    if not isinstance(callbacks, (list, tuple)):
+        raise ConfigError(
+            f"callbacks={callbacks!r} is of type {type(callbacks).__name__}; it must be a list of functions"
+        )
+    for callback in callbacks:
+        _check_functions(callback=callback)
 
 
 def _check_functions(*, optional: bool = False, **given: Any) -> None:
