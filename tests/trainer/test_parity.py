@@ -271,6 +271,14 @@ def test_batch_norm_statistics_are_the_mean_over_what_was_computed_together() ->
     assert int(net[0].num_batches_tracked) == 1
 
 
+def test_batch_norm_beside_dropout_sees_all_that_a_worker_computes() -> None:
+    """Not atoms of one or two samples, which BatchNorm refuses, or learns badly from."""
+    torch.manual_seed(3)
+    net = norm_net()
+    result = Trainer(net, entropy, sgd, classes(110), batch_size=50, epochs=2, workers=2).fit()
+    assert result.steps == 6 and int(net[1].num_batches_tracked) == 6
+
+
 class Noisy(Dataset[Any]):
     """Augments with all three generators that people use."""
 

@@ -202,6 +202,48 @@ def test_a_new_run_in_the_folder_of_an_earlier_one_keeps_its_checkpoints_aside(t
     )
 
 
+def test_a_new_run_that_fails_early_leaves_the_earlier_one_to_be_resumed(tmp_path: Path) -> None:
+    first = make(run_dir=tmp_path, steps=2, workers=1).fit()
+    with pytest.raises(shoal.WorkerError, match="no luck"):
+        make(run_dir=tmp_path, loss=_no_luck).fit()
+    again = make(run_dir=tmp_path, steps=2, workers=1, resume="last").fit()
+    assert (again.run_id, again.steps) == (first.run_id, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", "run.json"]
+
+
+def _no_luck(model: nn.Module, batch: Any) -> Tensor:
+    raise RuntimeError("no luck")
+
+
+@pytest.mark.parametrize("stop", [7, TOTAL], ids=["on the way", "at the last step"])
+def test_an_evaluation_that_a_signal_left_out_is_made_up_for(tmp_path: Path, stop: int) -> None:
+    evaluated: list[int] = []
+
+    def plateau(optimizer: torch.optim.Optimizer, total: int) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+    def trainer(*callbacks: Callable[[AnyEvent], Any], **changed: Any) -> shoal.Trainer:
+        watch = lambda event: evaluated.append(event.step) if isinstance(event, EvalDone) else None  # noqa: E731
+        often = {"eval_data": HELD_OUT, "eval_every": 1}
+        return make(schedule=plateau, callbacks=[watch, *callbacks], **often, **changed)
+
+    def terminate(event: AnyEvent) -> None:
+        if isinstance(event, EvalDone) and event.step == stop - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = trainer()
+    wanted = whole.fit()
+    evaluated.clear()
+    with pytest.raises(shoal.Preempted, match=f"step {stop}, .*resume='last'") as stopped:
+        trainer(terminate, run_dir=tmp_path).fit()
+    assert stopped.value.code == 75
+    rest = trainer(run_dir=tmp_path, resume="last", workers=3)
+    result = rest.fit()
+    assert evaluated == list(range(1, TOTAL + 1))
+    assert_same(weights(rest), weights(whole))
+    assert result.metrics == pytest.approx(wanted.metrics, rel=1e-5)
+
+
 def test_a_longer_course_is_said_because_the_schedule_was_made_for_the_former(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,8 +491,10 @@ class Script:
         self.process.send_signal(number)
         try:
             out, said = self.process.communicate(timeout=10)
-        finally:
+        except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.communicate()
+            raise
         assert "not stopped" not in out
         return self.process.returncode, said
 

@@ -12,6 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a forward of this module depends on which samples are computed together."""
+    return any(isinstance(part, _BatchNorm) and part.training for part in module.modules())
 
 
 class Change(NamedTuple):

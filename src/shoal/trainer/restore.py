@@ -16,7 +16,8 @@ def restore(name: str, thing: Any, loaded: Loaded) -> None:
     if name not in loaded.trees:
         known = ", ".join(sorted(tree for tree in loaded.trees if tree != "session"))
         raise CheckpointMismatch(
-            f"{loaded.path} has no {name!r}; it has {known}. Resume with the arguments that its run had, or start a new run"
+            f"{loaded.path} has no {name!r}; it has {known}. Resume with the arguments that its run had, or start "
+            "a new run"
         )
     state = loaded.trees[name]
     if isinstance(thing, nn.Module):

@@ -132,7 +132,10 @@ def run(
     listen: Listen,
     signals: StopSignals | None = None,
 ) -> list[Any]:
-    """`body(session)` on every worker; what each returned, in order of rank. The session learns what `signals` ask for."""
+    """`body(session)` on every worker; what each returned, in order of rank.
+
+    What `signals` ask for reaches the loop of the session; without them a signal does what it does anywhere.
+    """
     if is_spmd(engine):
         return _run_here(body, start, workers, listen, signals)
     return _run_forked(body, start, workers, listen, signals)

@@ -33,7 +33,7 @@ from shoal.core.events import CheckpointSaved, RunStarted
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
-from shoal.layouts.single import Buffers
+from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.allreduce import Exchange, make_exchange
 from shoal.trainer.channel import Channel
 from shoal.trainer.restore import restore
@@ -107,7 +107,9 @@ class Session:
         self.stopping: str | None = None
         """Why the run ends early, once all workers have agreed that it does."""
         self.draws = deterministic
-        """Whether the model draws random numbers: then every atom has a forward of its own."""
+        """Whether every atom has a forward of its own, because the model draws random numbers."""
+        self.watches = not deterministic
+        """Whether to find out if it does."""
         self.times = Times()
         self.channel = channel
         self.buffers = Buffers([])
@@ -169,6 +171,9 @@ class Session:
         Each step is committed when the loop asks for the next one. A resumed run begins where its checkpoint is.
         """
         course = self.course = Course(check_data(data, "data"), batch_size)
+        if any(uses_batch_statistics(module) for module in self._modules()):
+            # Such a forward depends on what is computed together in any case, and small batches make it a worse model.
+            self.watches = False
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
         self._tell_start(course, total)

@@ -204,7 +204,7 @@ class Step:
     def _split(self, place: int) -> None:
         """The model draws random numbers: from batch `place` on, each atom is a batch of its own."""
         assert self._batches is not None
-        self._session.draws = True
+        self._session.draws, self._session.watches = True, False
         begun = time.perf_counter()
         groups = [spans for spans, _ in self._batches[place:]]
         self._batches[place:] = self._to_device(self._loop.take_apart(self.span, groups))
@@ -221,7 +221,7 @@ class Step:
             torch.default_generator.manual_seed(key)
             if self._session.device.type == "cuda":
                 torch.cuda.manual_seed(key)
-        if not self._session.draws:
+        if self._session.watches:
             self._watch = self._states()
 
     def _states(self) -> list[Tensor]:
@@ -247,11 +247,11 @@ class Step:
             )
         self._weighted = weight is not None
         session = self._session
-        if not session.draws and self._calls == 0 and self._drew():
+        if session.watches and self._calls == 0 and self._drew():
             if len(self._spans) > 1:
                 self._again = True
                 return
-            session.draws = True
+            session.draws, session.watches = True, False
             self._loop.from_now_on(self.number + 1)
         if self._last:
             session.arm()

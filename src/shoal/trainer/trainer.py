@@ -179,7 +179,7 @@ class Trainer:
         """
         with StopSignals() as signals:
             result = self._fit(signals)
-        # Here, with the former handlers in place again: a signal that came too late to end the run still ends the script.
+        # after the handlers are gone: a signal that came too late to end the run still ends the script
         reason = signals.asked or result.stopped
         if reason in (PREEMPTED, INTERRUPTED):
             raise self._stopped_by_signal(reason, result)
