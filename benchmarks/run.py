@@ -34,7 +34,7 @@ CALIBRATION = 10  # steps of the first warm-up round's turns, which tell how man
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure: rounds that count, seconds of a turn, CPU share of others above which a round is repeated."""
+    """How much to measure: rounds that count, seconds of a turn, share of CPU that others may use in a round."""
 
     rounds: int
     turn: float
@@ -52,9 +52,7 @@ def speed(works: Sequence[str], arms: Sequence[str], plan: Plan) -> dict[str, An
     return report
 
 
-def measure(
-    work: str, arms: Sequence[str], plan: Plan, folder: Path
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def measure(work: str, arms: Sequence[str], plan: Plan, folder: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds per step of every arm in every round that counts, and notes on how quiet the machine was."""
     started, share = [arm(name, work, folder) for name in arms], BATCH[work] // WORKERS
     with Table(started, share=share, workers=WORKERS, folder=folder) as table:
@@ -171,7 +169,7 @@ def arguments() -> argparse.Namespace:
     add("--arms", type=arm_list, default=list(SCRIPTS), help=which)
     add("--rounds", type=round_count, default=40, help="rounds that count, one turn of every arm in each (default 40)")
     add("--turn", type=float, default=0.6, metavar="SECONDS", help="about how long a turn lasts (default 0.6)")
-    add("--quiet", type=float, default=1.0, metavar="SHARE", help="repeat rounds in which others used more CPU, as 0.05")
+    add("--quiet", type=float, default=1.0, metavar="SHARE", help="repeat rounds where others used more CPU, as 0.05")
     add("--json", type=Path, metavar="FILE", help="also write all that was measured there")
     return parser.parse_args()
 

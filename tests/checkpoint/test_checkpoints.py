@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -125,8 +126,8 @@ def test_tied_weights_are_stored_once_and_come_back_tied(folder: Path, open_chec
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(50, 8)
-            self.head = nn.Linear(8, 50, bias=False)
+            self.embed = nn.Embedding(8, 8)
+            self.head = nn.Linear(8, 8, bias=False)
             self.head.weight = self.embed.weight
 
     model = Tied()
@@ -150,11 +151,19 @@ def test_tied_weights_are_stored_once_and_come_back_tied(folder: Path, open_chec
 
 def test_overlapping_and_empty_tensors_keep_their_own_values(folder: Path, open_checkpoints: Open) -> None:
     flat = torch.arange(6.0)
-    state = {"all": flat, "head": flat[:3], "tail": flat[3:], "e1": flat[:0], "e2": flat[:0].reshape(0, 4)}
+    state = {
+        "all": flat,
+        "head": flat[:3],
+        "tail": flat[3:],
+        "e1": flat[:0],
+        "e2": flat[:0],
+        "e3": flat[:0].reshape(0, 4),
+    }
     checkpoints = open_checkpoints()
     checkpoints.begin(1, {"model": state}, {})
     checkpoints.finish()
     loaded = load(folder / "step-000000001").trees["model"]
+    assert safetensors.torch.load_file(folder / "step-000000001" / "model.safetensors").keys() == state.keys()
     assert {name: (tensor.shape, tensor.tolist()) for name, tensor in loaded.items()} == {
         name: (tensor.shape, tensor.tolist()) for name, tensor in state.items()
     }
@@ -205,6 +214,27 @@ def test_tensors_may_change_once_wait_copied_has_returned(folder: Path, open_che
     loaded = load(folder / "step-000000001").trees["model"]
     assert loaded["w"].eq(0.0).all()
     assert loaded["running"] == 0.0
+
+
+def test_tensors_may_change_while_the_disk_still_works(
+    folder: Path, open_checkpoints: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = threading.Event()
+    fsync = os.fsync
+
+    def held(fd: int) -> None:
+        assert synced.wait(30)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", held)
+    checkpoints = open_checkpoints()
+    checkpoints.begin(1, {"model": {"w": torch.zeros(3)}}, {})
+    checkpoints.wait_copied()
+    assert not synced.is_set()
+    assert checkpoints.check() is None
+    synced.set()
+    checkpoints.finish()
+    assert load(folder / "step-000000001").step == 1
 
 
 def test_plain_values_are_taken_at_begin(folder: Path, open_checkpoints: Open, gate: Gate) -> None:

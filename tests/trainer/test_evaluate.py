@@ -51,9 +51,7 @@ def trained() -> nn.Module:
 
 
 def trainer(model: nn.Module, workers: int, **options: Any) -> Trainer:
-    return Trainer(
-        model, loss, sgd, data(), batch_size=32, workers=workers, predict=predict, metrics=NAMES, **options
-    )
+    return Trainer(model, loss, sgd, data(), batch_size=32, workers=workers, predict=predict, metrics=NAMES, **options)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from shoal import Trainer
+from shoal.comm import buckets
 from shoal.testing.reference import reference_fit, relative_difference
 
 TOLERANCE = 1e-5
@@ -217,6 +218,27 @@ def test_weights_equal_those_of_one_process(name: str, workers: int) -> None:
     assert result.steps == STEPS and result.workers == workers
     assert relative_difference(net, before) > 1e-3, "nothing was trained"
     assert relative_difference(net, reference(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt with tied weights and dropout", "parameters used by one worker or none"])
+def test_gradients_that_leave_during_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models have one bucket; with many, most leave while backward still runs."""
+    monkeypatch.setattr(buckets, "CAP_BYTES", 2000)
+    case = CASES[name]
+    net = build(case)
+    Trainer(
+        net, case.loss, case.optimizer, case.data(), batch_size=case.batch_size, steps=STEPS, workers=3, **case.options
+    ).fit()
+    assert relative_difference(net, reference(name)) < TOLERANCE
+
+
+def test_what_workers_print_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    def talkative(model: nn.Module, batch: Any) -> Tensor:
+        print("in the loss")
+        return entropy(model, batch)
+
+    Trainer(mlp(), talkative, sgd, classes(), batch_size=48, steps=2, workers=2).fit()
+    assert capfd.readouterr().out.count("in the loss") == 4
 
 
 @pytest.mark.parametrize("case", ["gpt with tied weights and dropout", "last batch short", "mlp"])

@@ -45,12 +45,12 @@ class Buckets:
     """
 
     def __init__(
-        self, group: Group, params: Sequence[tuple[str, nn.Parameter]], tail: int, cap: int = CAP_BYTES
+        self, group: Group, params: Sequence[tuple[str, nn.Parameter]], tail: int, cap: int | None = None
     ) -> None:
         self._group = group
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
-        self._cap = cap
+        self._cap = CAP_BYTES if cap is None else cap
         self._tail = tail
         self._order = list(range(len(self._params)))[::-1]
         self._arrivals: list[int] | None = []

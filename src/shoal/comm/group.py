@@ -154,21 +154,27 @@ def _guarded(what: str, call: Callable[[], Any]) -> Any:
     raise GroupError(f"{what} over the group broke: {reason}")
 
 
-def make_group(store: Any, rank: int, size: int, device: torch.device, *, timeout: timedelta) -> Group:
-    """Meet the other members through `store` (a `torch.distributed.Store`): gloo, and NCCL where `device` is CUDA."""
+def make_group(
+    store: Any, rank: int, size: int, device: torch.device, *, timeout: timedelta, host: str | None = None
+) -> Group:
+    """Meet the other members through `store` (a `torch.distributed.Store`): gloo, and NCCL where `device` is CUDA.
+
+    Gloo listens at the address of `host`, or where this machine's name points if it is None.
+    """
     if size == 1:
         return SoloGroup()
     distributed: Any = import_module("torch.distributed")
-
     before = _sockets()
-    control = _guarded(
-        "meeting", lambda: distributed.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
-    )
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
+    control = _guarded("meeting", lambda: gloo(distributed.PrefixStore("gloo", store), rank, size, options))
     accelerated = None
     if device.type == "cuda":
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        accelerated = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl", store), rank, size, options)
+        nccl_options = distributed.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        accelerated = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl", store), rank, size, nccl_options)
     return BackendGroup(rank, size, control, accelerated, sorted(_sockets() - before))
 
 

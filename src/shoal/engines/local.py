@@ -47,6 +47,32 @@ _forking = threading.Lock()
 _supervisor_ends: set[socket.socket] = set()
 
 
+_SCRATCH = "shoal-"
+_ABANDONED_SECONDS = 600.0
+
+
+def _sweep() -> None:
+    """Remove what supervisors left behind that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        owner = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        with contextlib.suppress(OSError):
+            found = folder.stat()
+            # The age: a process of another container that shares this folder has a number that means nothing here.
+            old = time.time() - found.st_mtime > _ABANDONED_SECONDS
+            if old and found.st_uid == os.getuid() and owner.isdecimal() and not _lives(int(owner)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 @dataclass(frozen=True)
 class Message:
     """A frame that a worker sent; the buffers belong to whoever takes it."""
@@ -115,7 +141,8 @@ class Crew:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self.scratch = Path(tempfile.mkdtemp(prefix="shoal-"))
+        _sweep()
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
         self._owner = os.getpid()
         self._zygote: list[int] = []  # its process id, once it is born and until it is reaped
         self._warm = False

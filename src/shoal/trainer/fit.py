@@ -91,11 +91,13 @@ class _Record:
 def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
     """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
     model.to(session.device)
+    # first: what is made from the weights, here and in an optimizer, must find those that all workers start from
+    session.track(model=model)
     optimizer = make_optimizer(recipe, model)
-    schedule = recipe.schedule(optimizer, recipe.total_steps) if recipe.schedule is not None else None
+    schedule = make_schedule(recipe, optimizer)
     average = Average(model, recipe.ema) if recipe.ema is not None else None
     record = _Record()
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
+    parts = {"optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
     session.track(**{name: part for name, part in parts.items() if part is not None})
     session.overlap_backward()
     if schedule is not None:
@@ -144,7 +146,25 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             f"optimizer= returned {type(optimizer).__name__}; it must return a torch optimizer, as lambda "
             "params: torch.optim.SGD(params, lr=0.1) does"
         )
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if given.isdisjoint(id(param) for param in model.parameters()):
+        raise ConfigError(
+            f"optimizer= returned {type(optimizer).__name__} over {len(given)} parameters, none of them the model's; "
+            "build it from what it is given, as lambda params: torch.optim.SGD(params, lr=0.1) does"
+        )
     return optimizer
+
+
+def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
+    if recipe.schedule is None:
+        return None
+    schedule = recipe.schedule(optimizer, recipe.total_steps)
+    if not all(callable(getattr(schedule, method, None)) for method in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"schedule= returned {type(schedule).__name__}; it must return a learning-rate scheduler, as lambda "
+            "optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) does"
+        )
+    return schedule
 
 
 def _tell_of_new_plan(session: Session, record: _Record, total: int) -> None:
@@ -219,7 +239,9 @@ class _Evaluation:
                 name="eval_data",
             )
         evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
+        session.evaluating = True
         metrics = record.metrics = evaluate_average(evaluator, self._model, self._average)
+        session.evaluating = False
         record.evaluated = session.step
         if record.best is None or metrics["loss"] < record.best:
             record.best = metrics["loss"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from shoal.core import spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted
 from shoal.core.events import AnyEvent, Callback, Stop
+from shoal.trainer.arguments import as_path, check_callbacks, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.progress import Progress
 from shoal.trainer.run import Start, check_workers, default_workers, import_for_training, is_main_process, run
@@ -38,20 +38,24 @@ def launch(
     or `shoal.Interrupted` once it has returned.
     """
     engine_spec: spec.Local = spec.parse("engine", engine)
-    count = default_workers() if workers is None else check_workers(workers)
-    if not callable(fn):
-        raise ConfigError(f"launch: {fn!r} is of type {type(fn).__name__}; it must be a function of a session")
+    count = default_workers(engine_spec) if workers is None else check_workers(workers)
+    check_functions(fn=fn)
+    check_whole(None, seed=seed)
+    check_whole(1, keep=keep)
+    check_whole(1, optional=True, checkpoint_every=checkpoint_every)
+    check_callbacks(callbacks)
     progress = Progress()
-    folder = None if run_dir is None else Path(run_dir).expanduser().absolute()
+    folder = None if run_dir is None else as_path("run_dir", run_dir).absolute()
     if folder is None and (resume is not None or checkpoint_every is not None):
         raise ConfigError("launch: resume= and checkpoint_every= need run_dir=")
-    loaded = None
+    loaded, origin = None, None
     if resume is not None:
-        loaded, _ = find_checkpoint(resume, run_dir=folder, name="", warn=progress.warn)
+        resume = resume if resume == "last" else as_path("resume", resume)
+        loaded, origin = find_checkpoint(resume, run_dir=folder, name="", warn=progress.warn)
     run_id = new_run_id(folder.name if folder is not None else "launch")
     held = None
     if folder is not None and is_main_process():
-        held = RunDir(folder, run_id, keep_checkpoints=loaded is not None)
+        held = RunDir(folder, run_id, keep_checkpoints=origin is not None and origin.resolve() == folder.resolve())
     start = Start(
         seed=seed,
         deterministic=deterministic,

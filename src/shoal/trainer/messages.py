@@ -21,8 +21,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The class of the error: a name in `shoal.core.errors`, or that of the user's own exception."""
     message: str
     traceback: str
+    where: str
+    """In words, for the end of a sentence; empty if that is not known."""
     step: int | None
     positions: tuple[int, int] | None
+    culprit: int | None
+    """The worker to name, where that is not the one who says it: all workers see a loss that is not finite."""
     secondary: bool
     """The worker failed because another one had gone away."""
 

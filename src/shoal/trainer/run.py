@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,12 +19,12 @@ import torch
 from shoal.checkpoint import Checkpoints, Loaded
 from shoal.comm.group import make_group
 from shoal.core import errors
-from shoal.core.errors import ConfigError, GroupError, RemoteTraceback, ShoalError, WorkerError
+from shoal.core.errors import CheckpointError, ConfigError, GroupError, RemoteTraceback, ShoalError, WorkerError
 from shoal.core.events import AnyEvent, Notice, Stop
 from shoal.core.spec import Local
 from shoal.data.parcel import seal, unseal
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
-from shoal.engines.script import run_script_on
+from shoal.engines.script import ended, run_script_on, take_listener
 from shoal.engines.world import World
 from shoal.trainer.channel import (
     INTERRUPTED,
@@ -42,10 +44,14 @@ Listen = Callable[[AnyEvent], Stop | None]
 
 _TIMEOUT = timedelta(minutes=30)
 _MEETING_TIMEOUT = timedelta(minutes=5)
+_FAREWELL_TIMEOUT = timedelta(seconds=10)
+_LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
 _ROOT_CAUSE_SECONDS = 2.0
 """How long to wait for the worker whose end broke the others' group."""
 
+_MOST_TEXT = 200_000
+"""Characters of a message or a traceback."""
 _SIGNAL_NOTICE = {
     PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
     INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
@@ -102,10 +108,13 @@ def check_workers(workers: object) -> int:
     return workers
 
 
-def default_workers() -> int:
-    """As many workers as this process may use cores, or as the launcher has started."""
+def default_workers(engine: Local) -> int:
+    """As many workers as the launcher has started, or as this process may use GPUs or else cores."""
     world = World.detect(os.environ)
-    return world.size if world is not None else len(os.sched_getaffinity(0))
+    if world is not None:
+        return world.size
+    gpus = torch.cuda.device_count() if is_spmd(engine) else 0
+    return gpus or len(os.sched_getaffinity(0))
 
 
 def is_spmd(engine: Local) -> bool:
@@ -153,50 +162,112 @@ def _run_here(
     global _runs
     world = World.detect(os.environ) or run_script_on(workers)
     _runs += 1
-    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device(world)
     threads = torch.get_num_threads()
     channel = DirectChannel(listen if world.rank == 0 else None, signals)
+    if workers != world.size:
+        channel.emit(
+            Notice(step=0, text=f"workers={workers}, but {world.launcher} has started {world.size}: using these")
+        )
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(device)
-    group = make_group(_meet(world, _runs), world.rank, world.size, device, timeout=_TIMEOUT)
     try:
-        session = start.session(group, channel, device, starts_equal=world.size == 1)
-        value = body(session)
-        session.finish_saving()
-        return session.gather(value)
+        store = _meet(world, _runs)
+        host = _LOOPBACK if world.address in ("localhost", _LOOPBACK, "::1") else None
+        group = make_group(store, world.rank, world.size, device, timeout=_TIMEOUT, host=host)
+        try:
+            session = start.session(group, channel, device, starts_equal=world.size == 1)
+            _refuse_other_checkpoints(session, start.loaded)
+            value = body(session)
+            session.finish_saving()
+            values = session.gather(value)
+            _farewell(store, world)
+            return values
+        finally:
+            group.close()
+    except GroupError as error:
+        for end in ended(_ROOT_CAUSE_SECONDS):
+            error.add_note(f"{end}; what it said is printed above")
+        raise
     finally:
-        group.close()
         torch.set_num_threads(threads)
+
+
+def _device(world: World) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if world.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {world.rank} has no GPU: it is number {world.local_rank + 1} on its machine, which has "
+            f"{torch.cuda.device_count()}; use as many workers as there are GPUs, or set CUDA_VISIBLE_DEVICES= to "
+            "nothing to train on CPU"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def _refuse_other_checkpoints(session: Session, loaded: Loaded | None) -> None:
+    """Each worker has read the checkpoint itself; one that sees other files would train something else."""
+    found = session.gather(None if loaded is None else str(loaded.path.name))
+    if any(name != found[0] for name in found):
+        said = ", ".join(f"worker {rank}: {name or 'none'}" for rank, name in enumerate(found))
+        raise CheckpointError(
+            f"the workers found different checkpoints to resume from ({said}); give run_dir= a folder that all share"
+        )
 
 
 _store: Any = None
 
 
 def _meet(world: World, number: int) -> Any:
-    """The store of this run. torchrun serves one itself; else worker 0 does."""
+    """The store of this run, once all workers are there. torchrun serves one itself; else worker 0 does."""
     global _store
     distributed: Any = import_module("torch.distributed")
-
-    if _store is None:
-        serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        try:
+    failed = ""
+    try:
+        if _store is None:
             _store = distributed.TCPStore(
                 world.address,
                 world.port,
                 world.size,
-                is_master=serves,
+                is_master=world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
                 timeout=_MEETING_TIMEOUT,
                 wait_for_workers=False,
+                master_listen_fd=take_listener(),
             )
-        except (RuntimeError, ValueError) as error:
-            raise GroupError(
-                f"worker {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
-                f"({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT, and that all {world.size} "
-                "workers were started"
-            ) from None
-    return distributed.PrefixStore(f"shoal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}", _store)
+        prefix = f"shoal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+        store = distributed.PrefixStore(prefix, _store)
+        if _all_said(store, "here", world, _MEETING_TIMEOUT, until=lambda: ended(well=True)):
+            return store
+        absent = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
+        failed = f"workers {', '.join(absent)} did not come"
+    except (RuntimeError, ValueError) as error:
+        failed = str(error).splitlines()[0]
+    raise GroupError(
+        f"worker {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
+        f"({failed}); check MASTER_ADDR and MASTER_PORT, and that all {world.size} workers were started"
+    )
+
+
+def _all_said(store: Any, word: str, world: World, timeout: timedelta, *, until: Callable[[], Any]) -> bool:
+    """Say a word, and wait until all workers have said it, or `until` holds. RuntimeError if the store is gone."""
+    store.set(f"{word}/{world.rank}", b"")
+    store.add(word, 1)
+    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
+    # not by store.wait: torch would print a warning each time that it comes back without success
+    while store.add(word, 0) < world.size:
+        if time.monotonic() > deadline or until():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+    return True
+
+
+def _farewell(store: Any, world: World) -> None:
+    """Nobody leaves while another may still be in the last operation. Who serves the store may be gone first."""
+    with suppress(RuntimeError):
+        _all_said(store, "done", world, _FAREWELL_TIMEOUT, until=ended)
 
 
 # -- workers forked from this process ----------------------------------------------------------------------------------
@@ -227,11 +298,12 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[
     try:
         distributed: Any = import_module("torch.distributed")
         store = distributed.FileStore(str(scratch / "store"), workers)
-        group = make_group(store, rank, workers, torch.device("cpu"), timeout=_TIMEOUT)
+        group = make_group(store, rank, workers, torch.device("cpu"), timeout=_TIMEOUT, host=_LOOPBACK)
         session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
         value = body(session)
         session.finish_saving()
         channel.flush()
+        _flush_output()
         parcel, buffers = seal(value)
         link.send(encode(Returned(parcel)), buffers)
     except LinkClosed:
@@ -240,6 +312,7 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[
         failed = _failure(error, session)
     # outside the except block: see comm.group
     if failed is not None:
+        _flush_output()
         with suppress(LinkClosed):
             channel.flush()
             link.send(encode(failed))
@@ -249,23 +322,54 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[
             link.recv()
 
 
+def _flush_output() -> None:
+    """What user code printed: the process will be killed, not left to end by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def _failure(error: BaseException, session: Session | None) -> Failed:
-    step, positions = getattr(error, "step", None), getattr(error, "positions", None)
-    at = session.where if session is not None else None
-    if at is not None and step is None:
-        step, positions = at.step, (at.start, at.stop - 1)
+    where, step, positions = _where(session)
+    if isinstance(error, WorkerError) and error.step is not None:
+        step, positions = error.step, error.positions
     name = type(error).__name__
     if getattr(errors, name, type(error)) is not type(error):
         # a user's own class that is called like one of ours
         name = f"{type(error).__module__}.{type(error).__qualname__}"
     return Failed(
         kind=name,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)).rstrip(),
+        message=_text(lambda: str(error)),
+        traceback=_text(lambda: "".join(traceback.format_exception(error)).rstrip()),
+        where=where,
         step=step,
         positions=positions,
+        culprit=error.worker if isinstance(error, WorkerError) else None,
         secondary=isinstance(error, GroupError),
     )
+
+
+def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | None]:
+    """Where a worker is: in words, its step, and the positions of the global batch."""
+    if session is None or session.where is None:
+        return "", None, None
+    if session.evaluating:
+        return f" in the evaluation after step {session.step}", session.step, None
+    at = session.where
+    positions = at.start, at.stop - 1
+    return f" at step {at.step} (positions {positions[0]}–{positions[1]} of its epoch)", at.step, positions
+
+
+def _text(make: Callable[[], str]) -> str:
+    """Text that can be sent, whatever a user's exception says of itself."""
+    try:
+        text = make()
+    except Exception as error:
+        text = f"(what it says cannot be shown: {type(error).__name__})"
+    if len(text) > _MOST_TEXT:
+        half, left_out = _MOST_TEXT // 2, len(text) - _MOST_TEXT
+        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 class _Supervisor:
@@ -337,19 +441,20 @@ def _as_error(worker: int, failed: Failed) -> ShoalError:
     kind = getattr(errors, failed.kind, None)
     error: ShoalError
     if isinstance(kind, type) and issubclass(kind, WorkerError):
-        error = kind(failed.message, worker=worker, step=failed.step, positions=failed.positions)
+        culprit = worker if failed.culprit is None else failed.culprit
+        error = kind(failed.message, worker=culprit, step=failed.step, positions=failed.positions)
     elif isinstance(kind, type) and issubclass(kind, ShoalError):
         error = kind(failed.message)
     else:
-        where = "" if failed.step is None else f" at step {failed.step}"
-        if failed.positions is not None:
-            where += f" (positions {failed.positions[0]}–{failed.positions[1]} of its epoch)"
         if failed.kind == "SystemExit":
             what = f"called sys.exit({failed.message})"
         else:
             what = f"raised {failed.kind}: {failed.message}" if failed.message else f"raised {failed.kind}"
         error = WorkerError(
-            f"worker {worker} {what}{where}{_hint(failed)}", worker=worker, step=failed.step, positions=failed.positions
+            f"worker {worker} {what}{failed.where}{_hint(failed)}",
+            worker=worker,
+            step=failed.step,
+            positions=failed.positions,
         )
     error.__cause__ = cause
     return error

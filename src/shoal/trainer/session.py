@@ -35,6 +35,7 @@ from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
 from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.allreduce import Exchange, make_exchange
+from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import Channel
 from shoal.trainer.restore import restore
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
@@ -110,6 +111,8 @@ class Session:
         """Whether every atom has a forward of its own, because the model draws random numbers."""
         self.watches = not deterministic
         """Whether to find out if it does."""
+        self.evaluating = False
+        """Whether an evaluation is under way, for messages."""
         self.times = Times()
         self.channel = channel
         self.buffers = Buffers([])
@@ -170,6 +173,10 @@ class Session:
 
         Each step is committed when the loop asks for the next one. A resumed run begins where its checkpoint is.
         """
+        check_whole(1, batch_size=batch_size)
+        check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
+        check_whole(0, optional=True, data_workers=data_workers)
+        check_functions(optional=True, collate=collate)
         course = self.course = Course(check_data(data, "data"), batch_size)
         if any(uses_batch_statistics(module) for module in self._modules()):
             # Such a forward depends on what is computed together in any case, and small batches make it a worse model.

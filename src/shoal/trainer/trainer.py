@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from shoal.checkpoint import Loaded
 from shoal.core import spec
@@ -18,6 +19,16 @@ from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted
 from shoal.core.events import AnyEvent, Callback, Stop
 from shoal.data.fetch import check_data
+from shoal.trainer.arguments import (
+    as_path,
+    check_builder,
+    check_callbacks,
+    check_functions,
+    check_model,
+    check_number,
+    check_optimizer,
+    check_whole,
+)
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
@@ -103,31 +114,33 @@ class Trainer:
         for kind, given in (("layout", layout), ("sync", sync), ("codec", codec), ("precision", precision)):
             spec.parse(kind, given)
         self.engine: spec.Local = spec.parse("engine", engine)
-        self.workers = default_workers() if workers is None else check_workers(workers)
+        self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
         _check_membership(self.workers, min_workers, max_workers)
-        _check_functions(model=model, loss=loss, optimizer=optimizer)
-        _check_functions(optional=True, schedule=schedule, collate=collate, predict=predict)
+        check_model(model)
+        check_optimizer(optimizer)
+        check_functions(loss=loss)
+        check_functions(optional=True, schedule=schedule, collate=collate, predict=predict)
         size = check_data(data, "data")
         if eval_data is not None:
             check_data(eval_data, "eval_data")
-        _check_whole(1, batch_size=batch_size, keep=keep)
-        _check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
-        _check_whole(1, optional=True, checkpoint_every=checkpoint_every, eval_every=eval_every)
-        _check_whole(0, optional=True, data_workers=data_workers)
-        _check_whole(None, seed=seed)
-        _check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
-        _check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
+        check_whole(1, batch_size=batch_size, keep=keep)
+        check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
+        check_whole(1, optional=True, checkpoint_every=checkpoint_every, eval_every=eval_every)
+        check_whole(0, optional=True, data_workers=data_workers)
+        check_whole(None, seed=seed)
+        check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
+        check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
         _check_metrics(metrics, predict)
-        _check_callbacks(callbacks)
+        check_callbacks(callbacks)
         if resume is not None:
-            _path("resume", resume)
+            as_path("resume", resume)
 
         course = Course(size, batch_size)
         self.model = self._build(model, seed)
         self.seed = seed
         self.deterministic = bool(deterministic)
         self.name = default_name() if name is None else str(name)
-        self.run_dir = None if run_dir is None else _path("run_dir", run_dir).absolute()
+        self.run_dir = None if run_dir is None else as_path("run_dir", run_dir).absolute()
         self.resume = resume
         self.checkpoint_every = checkpoint_every
         self.keep = keep
@@ -156,6 +169,7 @@ class Trainer:
     @staticmethod
     def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
         if not isinstance(model, nn.Module):
+            check_builder(model)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = model()
@@ -163,6 +177,8 @@ class Trainer:
             raise ConfigError(
                 f"model= built {type(model).__name__}; it must be a torch.nn.Module, or a function that returns one"
             )
+        if any(isinstance(tensor, UninitializedTensorMixin) for tensor in [*model.parameters(), *model.buffers()]):
+            raise ConfigError("model= has lazy parameters that have no shape yet; run one batch through it first")
         if not any(True for _ in model.parameters()):
             raise ConfigError(f"model= {type(model).__name__} has no parameters; there is nothing to train")
         if not any(param.requires_grad for param in model.parameters()):
@@ -201,7 +217,7 @@ class Trainer:
                 loaded=loaded,
             )
             values = self._train(start, progress, signals)
-            return self._finish(values, place, time.monotonic() - begun)
+            return self._finish(values, time.monotonic() - begun)
 
     def _find_resumed(self, warn: Callable[[str], None]) -> tuple[Loaded | None, Path | None]:
         if self.resume is None:
@@ -238,6 +254,7 @@ class Trainer:
                 landing.put([*model.parameters(), *model.buffers(), *values])
             figures["seconds"] = session.times.shares(time.perf_counter() - begun)
             figures["bytes_sent"] = session.bytes_sent
+            figures["run"] = [start.run_id, str(start.run_dir)]
             return figures
 
         listen = self._listener(progress)
@@ -260,12 +277,13 @@ class Trainer:
 
         return listen
 
-    def _finish(self, values: list[dict[str, Any]], place: _Folder, wall: float) -> Result:
+    def _finish(self, values: list[dict[str, Any]], wall: float) -> Result:
         first = values[0]
+        run_id, run_dir = first["run"]  # worker 0's: where the script runs once per worker, others have made up theirs
         course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
         return Result(
-            run_id=place.run_id,
-            run_dir=place.path,
+            run_id=run_id,
+            run_dir=Path(run_dir),
             steps=first["steps"],
             epochs=first["steps"] // course.steps_per_epoch,
             loss=first["loss"],
@@ -407,46 +425,6 @@ def _check_membership(workers: int, least: int | None, most: int | None) -> None
                 f"{name}={value!r}: this version has a fixed number of workers ({workers}); leave {name} out, "
                 "or set it to workers"
             )
-
-
-def _path(name: str, given: Any) -> Path:
-    if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
-        raise ConfigError(f"{name}={given!r} is of type {type(given).__name__}; it must be a path as text or a Path")
-    return Path(given).expanduser()
-
-
-def _check_callbacks(callbacks: Any) -> None:
-    if not isinstance(callbacks, (list, tuple)):
-        raise ConfigError(
-            f"callbacks={callbacks!r} is of type {type(callbacks).__name__}; it must be a list of functions"
-        )
-    for callback in callbacks:
-        _check_functions(callback=callback)
-
-
-def _check_functions(*, optional: bool = False, **given: Any) -> None:
-    for name, value in given.items():
-        if value is None and optional:
-            continue
-        if not callable(value):
-            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; it must be a function")
-
-
-def _check_whole(least: int | None, *, optional: bool = False, **given: Any) -> None:
-    for name, value in given.items():
-        if value is None and optional:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; it must be a whole number")
-        if least is not None and value < least:
-            raise ConfigError(f"{name}={value}; it must be at least {least}")
-
-
-def _check_number(name: str, value: Any, what: str, holds: Callable[[float], bool]) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(float(value)):
-        raise ConfigError(f"{name}={value!r}; it must be {what}, or None")
 
 
 def _check_metrics(metrics: Sequence[str | Metric], predict: PredictFn | None) -> None:
