@@ -41,7 +41,7 @@ class Owner:
 @pytest.mark.parametrize("chunks_before", [1, 2, 3, 4, 7])
 def test_with_a_slow_file_the_rest_is_copied_for_a_waiting_owner(chunks_before: int) -> None:
     tensors = three_tensors()
-    live = LiveTensors(tensors, fast_enough=math.inf)
+    live = LiveTensors(tensors, patience=0.0, fast_enough=math.inf)
     chunks = live.chunks(len(tensors))
     data = b"".join(bytes(next(chunks)) for _ in range(chunks_before))
     owner = Owner(live, tensors)
@@ -56,7 +56,7 @@ def test_with_a_slow_file_the_rest_is_copied_for_a_waiting_owner(chunks_before: 
 
 def test_with_a_fast_file_the_owner_waits_for_the_end() -> None:
     tensors = three_tensors()
-    live = LiveTensors(tensors, fast_enough=0.0)
+    live = LiveTensors(tensors, patience=0.0, fast_enough=0.0)
     chunks = live.chunks(len(tensors))
     data = bytes(next(chunks))
     owner = Owner(live, tensors)
@@ -68,9 +68,22 @@ def test_with_a_fast_file_the_owner_waits_for_the_end() -> None:
     assert data == expected_bytes()
 
 
+def test_an_owner_is_patient_first() -> None:
+    tensors = three_tensors()
+    live = LiveTensors(tensors, patience=60.0, fast_enough=math.inf)
+    chunks = live.chunks(len(tensors))
+    data = bytes(next(chunks))
+    owner = Owner(live, tensors)
+    data += b"".join(map(bytes, chunks))
+    assert owner.thread.is_alive()
+    live.release()
+    owner.thread.join(10)
+    assert data == expected_bytes()
+
+
 def test_without_memory_for_copies_the_owner_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = three_tensors()
-    live = LiveTensors(tensors, fast_enough=math.inf)
+    live = LiveTensors(tensors, patience=0.0, fast_enough=math.inf)
     chunks = live.chunks(len(tensors))
     data = bytes(next(chunks))
     owner = Owner(live, tensors)

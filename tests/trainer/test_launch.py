@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.core.errors import RemoteTraceback
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
 from shoal.testing.reference import batches_of
 from shoal.trainer.session import Session
+from shoal.trainer.step import atom_key
 
 State = dict[str, Tensor]
 
@@ -193,6 +194,46 @@ def gan(norm: Callable[[int], nn.Module], batch_size: int, steps: int = 6) -> Ca
 
 def both(value: dict[str, State]) -> State:
     return {f"{net}.{name}": tensor for net, state in value.items() for name, tensor in state.items()}
+
+
+def test_two_phases_are_what_one_process_would_do() -> None:
+    """The plain loop runs the same atoms with the same keys, in both phases."""
+    course = Course(len(DATA), 20)
+    nets: dict[str, nn.Module] = {}
+
+    class Step:
+        """Stands in for a step of a session, in one plain process."""
+
+        def __init__(self, number: int) -> None:
+            self.number, self.samples = number, course.step(number).samples
+
+        def __iter__(self) -> Iterator[Any]:
+            for net in nets.values():
+                net.zero_grad()
+            for part, indices in batches_of(course, self.number, seed=0, by_atom=True):
+                torch.manual_seed(atom_key(0, self.number, part.atom))
+                self.share = len(indices) / self.samples
+                yield DATA[indices]
+
+        def backward(self, loss: Any) -> None:
+            ((loss["loss"] if isinstance(loss, dict) else loss) * self.share).backward()
+
+        def apply(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+            optimizer.step()
+
+    class Plain:
+        def track(self, **things: Any) -> None:
+            nets.update({name: thing for name, thing in things.items() if isinstance(thing, nn.Module)})
+
+        def steps(self, data: Any, batch_size: int, steps: int) -> Iterator[Step]:
+            return (Step(number) for number in range(steps))
+
+    loop: Any = gan(nn.LayerNorm, 20)
+    expected = both(loop(Plain()))
+    for workers in (1, 2):
+        assert_close(expected, both(shoal.launch(loop, workers)[-1]))
 
 
 def test_two_phases_are_equal_for_any_number_of_workers() -> None:

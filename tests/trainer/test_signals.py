@@ -156,7 +156,9 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
         os.killpg(script.process.pid, signal.SIGINT)
         script.read_until("press it again to end at once")
         begun = time.monotonic()
-        os.killpg(script.process.pid, signal.SIGINT)
+        for _ in range(5):  # a key that is hit in anger
+            os.killpg(script.process.pid, signal.SIGINT)
+            time.sleep(0.01)
         code, _ = script.end()
         assert time.monotonic() - begun < 2
         assert code == -signal.SIGINT, "as of any script that Ctrl-C ends; shells make 130 of it"
@@ -250,7 +252,7 @@ def test_one_interrupt_ends_an_evaluation() -> None:
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        make(loss=interrupt).evaluate(torch.randn(4, 2))
+        make(loss=interrupt, workers=1).evaluate(torch.randn(4, 2))
     assert time.monotonic() - begun < 3
 
 

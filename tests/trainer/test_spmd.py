@@ -73,7 +73,8 @@ def weights(net):
 
 
 def told(result):
-    return [result.run_id, str(result.run_dir), result.steps, result.samples, result.workers, result.loss, result.metrics]
+    figures = [result.steps, result.samples, result.workers, result.loss, result.metrics]
+    return [result.run_id, str(result.run_dir), *figures]
 """
 
 SCRIPT = (

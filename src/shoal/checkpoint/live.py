@@ -12,9 +12,12 @@ from torch import Tensor
 
 from shoal.checkpoint.tensorfile import CHUNK_BYTES, bytes_of
 
-FAST_ENOUGH = 1e9
-"""Bytes a second. Copying into fresh memory runs at 2 to 5 GB/s because of page faults, and costs that memory: an owner
-that waits is served sooner by writing on than by copying, unless the file takes bytes more slowly than this."""
+PATIENCE = 0.05
+"""Seconds that an owner waits before it is looked at how fast the file takes bytes."""
+
+FAST_ENOUGH = 0.5e9
+"""Bytes a second. Copying into fresh memory runs at 0.4 to 5 GB/s because of page faults, and costs that memory: an
+owner that waits is served sooner by writing on than by copying, unless the file takes bytes more slowly than this."""
 
 
 class LiveTensors:
@@ -25,14 +28,18 @@ class LiveTensors:
     writer copies what it has not read yet and reads on from the copies.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, fast_enough: float = FAST_ENOUGH) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], *, patience: float = PATIENCE, fast_enough: float = FAST_ENOUGH
+    ) -> None:
         self._tensors = list(tensors)
+        self._patience = patience
         self._fast_enough = fast_enough
         self._wanted = threading.Event()
         self._released = threading.Event()
         self._next = 0
         self._bytes_read = 0
-        self._reading_since: float | None = None
+        self._wanted_at = 0.0
+        self._bytes_read_when_wanted = 0
 
     def chunks(self, count: int) -> Iterator[memoryview]:
         """The bytes of the next `count` tensors, to be used before the next chunk is asked for. Writer only."""
@@ -50,13 +57,12 @@ class LiveTensors:
         if self._released.is_set():
             return 0.0
         begun = time.perf_counter()
+        self._wanted_at, self._bytes_read_when_wanted = begun, self._bytes_read
         self._wanted.set()
         self._released.wait()
         return time.perf_counter() - begun
 
     def _chunks_of_next(self) -> Iterator[memoryview]:
-        if self._reading_since is None:
-            self._reading_since = time.perf_counter()
         data = bytes_of(self._tensors[self._next])
         for start in range(0, len(data), CHUNK_BYTES):
             if self._must_copy():
@@ -67,10 +73,10 @@ class LiveTensors:
             self._bytes_read += len(chunk)
 
     def _must_copy(self) -> bool:
-        if not self._wanted.is_set() or self._released.is_set() or not self._bytes_read:
+        if not self._wanted.is_set() or self._released.is_set():
             return False
-        assert self._reading_since is not None
-        return self._bytes_read < self._fast_enough * (time.perf_counter() - self._reading_since)
+        waited = time.perf_counter() - self._wanted_at
+        return waited > self._patience and self._bytes_read - self._bytes_read_when_wanted < self._fast_enough * waited
 
     def _copy_rest(self) -> None:
         # Without memory for the copies the owner waits for the file instead: slow, but nothing is lost.

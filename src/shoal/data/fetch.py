@@ -52,6 +52,7 @@ class Fetcher:
         self.name = name
         self._rows = _Rows.of(data) if collate is None else None
         self._draws = False
+        self._watch = _Watch()
 
     def fetch(self, request: Request) -> list[Any]:
         """One batch for each inner tuple of `request`.
@@ -85,9 +86,16 @@ class Fetcher:
 
         Seeding every piece would cost more than fetching it, for the many data sets that draw none.
         """
-        watch = _Watch(seed)
+        self._watch.begin(seed)
         items = self._items(indices, None)
-        self._draws = watch.drawn()
+        if not self._watch.drawn():
+            return items
+        # It may have been somebody else, since the last fetch.
+        self._watch.put_in_step(seed)
+        self._watch.begin(seed)
+        items = self._items(indices, None)
+        self._draws = self._watch.drawn()
+        self._watch.expect_others()
         return None if self._draws else items
 
     def _items(self, indices: list[int], seed: int | None) -> list[Any]:
@@ -178,27 +186,44 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Watch:
-    """Finds out whether any generator that a data set may draw from was drawn from (about 20 us in all)."""
+    """Finds out whether anything was drawn from the generators that a data set may draw from.
 
-    def __init__(self, seed: int) -> None:
-        # Reading numpy's state takes longer than seeding it twice: the next number tells as much.
-        self._numpy_next = _numpy_seeded(seed).random_sample()
-        _numpy_seeded(seed)
-        self._python = random.getstate()
+    Reading their states takes longer than many an item (40 us for numpy's). Twins of Python's and numpy's generators
+    are kept in step with them instead: the next numbers are equal as long as nobody else has drawn.
+    """
+
+    def __init__(self) -> None:
+        self._python: random.Random | None = None
+        self._numpy: Any = None
+        self._apart = False
+        """Whether others draw too between fetches, so that the twins are put in step before each."""
+
+    def begin(self, seed: int) -> None:
+        if self._python is None or self._apart:
+            self.put_in_step(seed)
         self._torch = torch.default_generator.get_state()
 
+    def put_in_step(self, seed: int) -> None:
+        random.seed(seed)
+        self._python = random.Random(seed)
+        self._numpy = np.random.RandomState(_numpy_word(seed))
+        np.random.seed(_numpy_word(seed))
+
     def drawn(self) -> bool:
-        return (
-            np.random.random_sample() != self._numpy_next
-            or random.getstate() != self._python
-            or not torch.equal(torch.default_generator.get_state(), self._torch)
-        )
+        """Since `begin`; or, from Python's and numpy's, since they were last put in step."""
+        assert self._python is not None
+        torch_stood = torch.equal(torch.default_generator.get_state(), self._torch)
+        # not short-circuited: the twins must take the same steps
+        in_step = [random.random() == self._python.random(), np.random.random_sample() == self._numpy.random_sample()]
+        return not (torch_stood and all(in_step))
+
+    def expect_others(self) -> None:
+        self._apart = True
 
 
-def _numpy_seeded(seed: int) -> Any:
+def _numpy_word(seed: int) -> int:
     # one word, because an array of two costs five times as much
-    np.random.seed((seed >> 32 ^ seed ^ _NUMPY_SALT) & _UINT32)
-    return np.random
+    return (seed >> 32 ^ seed ^ _NUMPY_SALT) & _UINT32
 
 
 def seed_random(seed: int | None) -> None:
@@ -209,7 +234,7 @@ def seed_random(seed: int | None) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     # also when nobody has imported numpy.random yet: it would then seed itself at random in the middle of an item
-    _numpy_seeded(seed)
+    np.random.seed(_numpy_word(seed))
 
 
 def check_data(data: Any, name: str) -> int:

@@ -20,6 +20,8 @@ REASONS = (PREEMPTED, INTERRUPTED, STOPPED)
 """Why a run may end early. Each has a flag in every step's exchange, so that all workers stop after the same step."""
 
 _FLUSH_SECONDS = 0.1
+_CLEANING_SECONDS = 2.0
+_LOOK_SECONDS = 0.02
 
 
 class Channel(Protocol):
@@ -46,6 +48,7 @@ class LinkChannel:
         self._speaks = speaks
         self._held: list[AnyEvent] = []
         self._flushed = time.monotonic()
+        self._looked = 0.0
         self._stop: str | None = None
 
     def emit(self, event: AnyEvent) -> None:
@@ -68,10 +71,13 @@ class LinkChannel:
             self._stop = self._stop or message.reason
 
     def stop_asked(self) -> str | None:
-        if self._stop is None and self._speaks and self._link.poll(0):
-            message = decode_down(self._link.recv()[0])
-            if isinstance(message, StopAsked):
-                self._stop = message.reason
+        now = time.monotonic()
+        if self._stop is None and self._speaks and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if self._link.poll(0):
+                message = decode_down(self._link.recv()[0])
+                if isinstance(message, StopAsked):
+                    self._stop = message.reason
         return self._stop
 
     def flush(self) -> None:
@@ -109,6 +115,7 @@ class DirectChannel:
 class StopSignals:
     """Within: SIGTERM and the first SIGINT are noted in `asked`; a second SIGINT raises `KeyboardInterrupt` at once.
 
+    What is cleaned up then is left in peace for a moment, however often the key is hit.
     Signals are the main thread's: entered from another one, this does nothing.
     """
 
@@ -116,6 +123,7 @@ class StopSignals:
         self.asked: str | None = None
         """`PREEMPTED` or `INTERRUPTED`, once a signal has come."""
         self._interrupts = 0
+        self._raised = -_CLEANING_SECONDS
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -135,7 +143,10 @@ class StopSignals:
     def _on_interrupt(self, number: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts > 1:
-            raise KeyboardInterrupt
+            if time.monotonic() - self._raised > _CLEANING_SECONDS:
+                self._raised = time.monotonic()
+                raise KeyboardInterrupt
+            return
         self.asked = self.asked or INTERRUPTED
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shoal.checkpoint import Loaded
 from shoal.core import spec
@@ -177,7 +177,10 @@ class Trainer:
             raise ConfigError(
                 f"model= built {type(model).__name__}; it must be a torch.nn.Module, or a function that returns one"
             )
-        if any(isinstance(tensor, UninitializedTensorMixin) for tensor in [*model.parameters(), *model.buffers()]):
+        if any(
+            isinstance(tensor, UninitializedBuffer | UninitializedParameter)
+            for tensor in [*model.parameters(), *model.buffers()]
+        ):
             raise ConfigError("model= has lazy parameters that have no shape yet; run one batch through it first")
         if not any(True for _ in model.parameters()):
             raise ConfigError(f"model= {type(model).__name__} has no parameters; there is nothing to train")
