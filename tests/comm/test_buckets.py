@@ -271,23 +271,23 @@ def test_the_tail_changes_its_length_between_steps() -> None:
 
 
 class Rechecked(nn.Module):
-    """One layer used in several reentrant checkpoints: its gradient arrives once for each of them."""
+    """One layer used in several reentrant checkpoints: its gradient arrives in parts, with another's in between."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.head, self.shared, self.tail = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head, self.shared, self.middle, self.tail = (nn.Linear(8, 8) for _ in range(4))
 
     def loss(self, x: Tensor, times: int) -> Tensor:
-        x = self.head(x)
-        for _ in range(times):
-            x = checkpoint(self.shared, x, use_reentrant=True)
-        return self.tail(x).square().sum()
+        return self._loss(x, times, lambda y: checkpoint(self.shared, y, use_reentrant=True))
 
     def plain(self, x: Tensor, times: int) -> Tensor:
-        x = self.head(x)
-        for _ in range(times):
-            x = self.shared(x)
+        return self._loss(x, times, self.shared)
+
+    def _loss(self, x: Tensor, times: int, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        x = self.middle(shared(self.head(x)))
+        for _ in range(times - 1):
+            x = shared(x)
         return self.tail(x).square().sum()
 
 

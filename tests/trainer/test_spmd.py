@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +23,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.core.spec import Local
 from shoal.engines.world import World
+from shoal.trainer import run
 
 pytestmark = pytest.mark.timeout(120)
 DEADLINE = 60.0
@@ -123,6 +128,9 @@ def fail():
 def forever(engine="local"):
     def slowly(model, batch):
         time.sleep(0.01)
+        if rank == 1 and (folder / "please-hang").exists():
+            (folder / "hanging").touch()
+            time.sleep(1000)
         return loss(model, batch)
 
     def tell(event):
@@ -182,10 +190,12 @@ class Job:
         return self
 
     def __exit__(self, *error: object) -> None:
-        family = [*psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
-        for process in family:
-            process.kill()
-        self.process.kill()
+        # the processes of its session, and those that torchrun has given one of their own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
     def end(self) -> int:
@@ -209,8 +219,8 @@ class Job:
 
 
 def torchrun(folder: Path, mode: str, ranks: int = 2) -> Job:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return Job(folder, [*run, str(folder / "train.py"), mode, str(folder)])
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return Job(folder, [*start, str(folder / "train.py"), mode, str(folder)])
 
 
 def script(folder: Path, mode: str) -> Job:
@@ -323,6 +333,12 @@ def test_a_script_and_its_workers_end_together(folder: Path, victim: int) -> Non
         job.read("three steps are done")
         processes = [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]
         assert len(processes) == 2
+        # busy with its own things, worker 1 would not notice by itself that worker 0 is gone
+        (folder / "please-hang").touch()
+        deadline = time.monotonic() + DEADLINE
+        while not (folder / "hanging").exists():
+            assert time.monotonic() < deadline, job.said()
+            time.sleep(0.01)
         processes[victim].send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(processes[1:] if victim == 0 else processes, timeout=10)
         assert alive == []
@@ -343,3 +359,54 @@ def test_without_a_file_there_is_no_script_to_start(
     with pytest.raises(shoal.ConfigError, match=r"not started from a file.*engine='local:start=fork'"):
         shoal.launch(lambda session: None, 2, engine="local:start=script")
     assert time.monotonic() - begun < 3.0
+
+
+# -- what is decided before the workers meet ---------------------------------------------------------------------------
+
+
+def test_a_worker_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_store", None)
+    monkeypatch.setattr(run, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    world = World(rank=0, size=3, local_rank=0, address="127.0.0.1", port=port, launcher="slurm")
+    with pytest.raises(shoal.GroupError, match=rf"worker 0 of 3 .*127.0.0.1:{port} \(workers 1, 2 did not come\)"):
+        run._meet(world, 1)
+
+
+def test_nobody_serves_where_worker_0_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_store", None)
+    monkeypatch.setattr(run, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    world = World(rank=1, size=2, local_rank=0, address="127.0.0.1", port=port, launcher="slurm")
+    with pytest.raises(shoal.GroupError, match=r"worker 1 of 2 could not meet .*; check MASTER_ADDR and MASTER_PORT"):
+        run._meet(world, 1)
+
+
+def test_workers_that_found_other_checkpoints_are_refused() -> None:
+    class Two:
+        """A session whose other worker found nothing."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, None]
+
+    class Found:
+        path = Path("step-000000007")
+
+    session: Any = Two()
+    loaded: Any = Found()
+    run._refuse_other_checkpoints(session, None)
+    with pytest.raises(shoal.CheckpointError, match=r"worker 0: step-000000007, worker 1: none.*all share"):
+        run._refuse_other_checkpoints(session, loaded)
+
+
+def test_with_cuda_there_is_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert run.default_workers(Local()) == run.default_workers(Local(start="script")) == 3
+    assert run.default_workers(Local(start="fork")) == len(os.sched_getaffinity(0))
+    world = World(rank=5, size=8, local_rank=2, address="", port=1, launcher="torchrun")
+    assert run._device(world) == torch.device("cuda", 2)
+    with pytest.raises(shoal.ConfigError, match=r"worker 5 has no GPU: it is number 4 on its machine, which has 3"):
+        run._device(replace(world, local_rank=3))

@@ -75,6 +75,7 @@ class Fetcher:
         if not self._draws and len(pieces) > 1:
             items = self._items_unless_drawn(indices, pieces[0].seed)
         if items is None:
+            self._watch.leave()
             items = [item for piece in pieces for item in self._items(list(map(as_int, piece.indices)), piece.seed)]
         try:
             return default_collate(items) if self.collate is None else self.collate(items)
@@ -202,6 +203,10 @@ class _Watch:
         if self._python is None or self._apart:
             self.put_in_step(seed)
         self._torch = torch.default_generator.get_state()
+
+    def leave(self) -> None:
+        """The generators are about to be seeded for a piece: the twins are put in step again when they are needed."""
+        self._python = None
 
     def put_in_step(self, seed: int) -> None:
         random.seed(seed)
