@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
+from shoal.engines import zygote
 from shoal.engines.local import EXIT_RAISED, Crew, Ended, LocalEngine, Message
 from shoal.wire.link import FrameError, Link, LinkClosed
 
@@ -665,3 +666,36 @@ def test_the_room_does_not_import_torch() -> None:
     script = "import sys, shoal.engines.local, shoal.engines.world; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_child_that_is_born_stuck_is_born_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under CPython 3.11 when another thread holds the interpreter's list of threads at the moment of the fork."""
+    real, forks = os.fork, []
+
+    def stuck_at_first() -> int:
+        forks.append(0)
+        pid = real()
+        if pid == 0 and len(forks) == 1:
+            signal.pause()
+        return pid
+
+    monkeypatch.setattr(zygote, "_PATIENCE", (0.3, 5.0))
+    monkeypatch.setattr(os, "fork", stuck_at_first)
+    with LocalEngine().start(1, lambda rank, link, scratch: link.send(b"alive")) as crew:
+        assert headers(crew) == {0: b"alive"}
+    assert len(forks) == 2
+
+
+def test_children_that_are_all_born_stuck_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fork
+
+    def stuck() -> int:
+        pid = real()
+        if pid == 0:
+            signal.pause()
+        return pid
+
+    monkeypatch.setattr(zygote, "_PATIENCE", (0.1, 0.1))
+    monkeypatch.setattr(os, "fork", stuck)
+    with pytest.raises(WorkerError, match="did not come to life"):
+        LocalEngine().start(1, lambda rank, link, scratch: None)

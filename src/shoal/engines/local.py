@@ -240,7 +240,10 @@ class Crew:
             _supervisor_ends.add(ours)
             self._control, self._reports = ours, Link(ours)
             with theirs:
-                fork(be_zygote, self._zygote)
+                try:
+                    fork(be_zygote, self._zygote)
+                except OSError as error:
+                    raise self._not_started(0, str(error)) from error
         self._poller.register(ours, select.POLLIN)
 
     def _fill_seats(self) -> None:

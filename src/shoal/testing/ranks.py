@@ -68,7 +68,11 @@ def run_ranks(
 
 
 def _group(store: Any, rank: int, ranks: int, deadline: float) -> Group:
-    return make_group(store, rank, ranks, torch.device("cpu"), timeout=timedelta(seconds=2 * deadline))
+    """The group, once every rank has it: one that dies at once must not break the meeting of the others."""
+    group = make_group(store, rank, ranks, torch.device("cpu"), timeout=timedelta(seconds=2 * deadline))
+    store.set(f"met/{rank}", b"")
+    store.wait([f"met/{other}" for other in range(ranks)], timedelta(seconds=2 * deadline))
+    return group
 
 
 def _answer(link: Link, fn: Callable[[Group], Any], meet: Callable[[], Group]) -> None:
