@@ -165,7 +165,6 @@ def test_a_worker_without_forwards_takes_part() -> None:
         assert fleet.models[0].count.item() == step
 
 
-@pytest.mark.xfail(reason="a first change of some forwards only loses the share of the others", strict=True)
 def test_forwards_that_leave_a_buffer_alone_count_with_its_old_value() -> None:
     """In the step in which it changes first, and in all later ones."""
     for workers, plans in (
@@ -192,7 +191,6 @@ def test_a_buffer_that_begins_to_change_later_is_merged_from_then_on() -> None:
         assert fleet.models[0].count.item() == 7 + step
 
 
-@pytest.mark.xfail(reason="a first change of some forwards only loses the share of the others", strict=True)
 def test_a_late_change_of_some_forwards_only() -> None:
     """Its old value may be gone where it changed, so that step's mean may leave out the others; it must not shrink."""
     fleet = Fleet(Tally, 2)

@@ -206,12 +206,14 @@ def test_two_phases_are_what_one_process_would_do() -> None:
 
         def __init__(self, number: int) -> None:
             self.number, self.samples = number, course.step(number).samples
+            self.phase = -1
 
         def __iter__(self) -> Iterator[Any]:
             for net in nets.values():
                 net.zero_grad()
+            self.phase += 1
             for part, indices in batches_of(course, self.number, seed=0, by_atom=True):
-                torch.manual_seed(atom_key(0, self.number, part.atom))
+                torch.manual_seed(atom_key(0, self.number, part.atom, self.phase))
                 self.share = len(indices) / self.samples
                 yield DATA[indices]
 
@@ -649,7 +651,7 @@ MISUSES: dict[str, tuple[Callable[[Any, nn.Module, Any], Any], str]] = {
     "backward before the loop": (lambda step, net, _: step.backward(mse(net, list(DATA[:2]))), "belongs inside"),
     "backward after the loop": (backward_after_the_loop, "belongs inside"),
     "apply at once": (lambda step, net, optimizer: step.apply(optimizer), "belongs after"),
-    "apply twice": (apply_twice, "belongs after"),
+    "apply twice": (apply_twice, "applied already"),
     "no backward": (no_backward, "without step.backward"),
     "break, then apply": (break_and_apply, "gone through all batches"),
     "two forms": (two_forms, "same form throughout"),
@@ -742,7 +744,7 @@ def test_a_deterministic_loop_wants_its_optimizers_named() -> None:
             backwards(step, net)
             step.apply(optimizer)
 
-    assert "session.track(optimizer=...) before the loop" in refused(loop, deterministic=True)
+    assert "session.track(optimizer=optimizer)" in refused(loop, deterministic=True)
 
 
 # -- when a worker fails -----------------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, bitwise:
 
 
 def stop_after(step: int) -> Callable[[AnyEvent], shoal.Stop | None]:
-    """Asks at an evaluation, where the workers wait for the answer: they stop after the step that follows."""
-    return lambda event: shoal.Stop() if isinstance(event, EvalDone) and event.step == step - 1 else None
+    """Asks at an evaluation, where the workers wait for the answer."""
+    return lambda event: shoal.Stop("enough") if isinstance(event, EvalDone) and event.step == step else None
 
 
 def figures(result: shoal.Result) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def test_stops_at_random_steps_and_other_worker_counts_change_nothing(
     for stop, workers in zip(stops, chance.sample(counts, 4), strict=True):
         part = trainer(run_dir=tmp_path / "parts", resume="last", workers=workers, callbacks=[stop_after(stop)])
         result = part.fit()
-        assert (result.steps, result.workers, result.stopped) == (stop, workers, None if stop == TOTAL else "stopped")
+        assert (result.steps, result.workers, result.stopped) == (stop, workers, None if stop == TOTAL else "enough")
 
     assert_same(weights(part), weights(whole), bitwise=deterministic)
     assert (result.steps, result.epochs, result.samples) == (wanted.steps, wanted.epochs, wanted.samples)
@@ -241,17 +241,28 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(tmp_path: Path, sto
         often = {"eval_data": HELD_OUT, "eval_every": 1}
         return make(schedule=plateau, callbacks=[watch, *callbacks], **often, **changed)
 
-    def terminate(event: AnyEvent) -> None:
+    supervisor, now, told = os.getpid(), tmp_path / "now", []
+
+    def due(event: AnyEvent) -> None:
         if isinstance(event, EvalDone) and event.step == stop - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            now.touch()
+
+    def terminate(model: nn.Module, batch: Any) -> Any:
+        """In the step that follows, and early enough for its exchange to carry the news."""
+        if now.exists() and not told:
+            told.append(True)
+            os.kill(supervisor, signal.SIGTERM)
+            time.sleep(0.5)
+        return cross_entropy(model, batch)
 
     whole = trainer()
     wanted = whole.fit()
     evaluated.clear()
     with pytest.raises(shoal.Preempted, match=f"step {stop}, .*resume='last'") as stopped:
-        trainer(terminate, run_dir=tmp_path).fit()
+        trainer(due, run_dir=tmp_path / "run", loss=terminate).fit()
     assert stopped.value.code == 75
-    rest = trainer(run_dir=tmp_path, resume="last", workers=3)
+    now.unlink()
+    rest = trainer(run_dir=tmp_path / "run", resume="last", workers=3)
     result = rest.fit()
     assert evaluated == list(range(1, TOTAL + 1))
     assert_same(weights(rest), weights(whole))

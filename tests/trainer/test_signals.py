@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.core.events import AnyEvent, RunEnded, StepDone
+from shoal.core.permutation import Permutation
+from shoal.trainer.step import order_key
 
 SCRIPT = textwrap.dedent(
     """
@@ -197,27 +199,29 @@ def make(**changed: Any) -> shoal.Trainer:
     return shoal.Trainer(**(given | changed))
 
 
-def workers() -> list[psutil.Process]:
-    """In order of rank: the zygote forks them in that order."""
-    (zygote,) = psutil.Process().children()
-    return sorted(zygote.children(), key=lambda process: process.pid)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_worker_is_named_and_ends_the_run(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "position"), [(0, 0), (2, 7)])
+def test_a_killed_worker_is_named_and_ends_the_run(tmp_path: Path, rank: int, position: int) -> None:
+    """The worker is known by the sample that it computes in the first step."""
     at = 0.0
+    data = torch.arange(64.0).repeat(2, 1).T
+    sample = Permutation(64, order_key(0, 0)).span(position, position + 1)[0]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if (batch == sample).any():
+            with suppress(FileExistsError), open(tmp_path / "pid", "x") as file:
+                file.write(str(os.getpid()))
+        return square(model, batch / 64)
 
     def kill(event: AnyEvent) -> None:
         nonlocal at
         if isinstance(event, StepDone) and not at:
             at = time.monotonic()
-            workers()[rank].kill()
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
     with pytest.raises(shoal.WorkerError, match=f"worker {rank} was killed by SIGKILL.*memory") as failed:
-        make(workers=3, steps=1_000_000, data_workers=1, callbacks=[kill]).fit()
+        make(loss=loss, data=data, workers=3, steps=1_000_000, data_workers=1, callbacks=[kill]).fit()
     assert time.monotonic() - at < 3
     assert failed.value.worker == rank
-    assert psutil.Process().children() == []
 
 
 @pytest.mark.parametrize(

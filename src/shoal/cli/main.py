@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.core.errors import ShoalError, Stopped
+from shoal.core.errors import ShoalError
 
 ABOUT = """\
 [bold]Shoal trains any PyTorch model on many workers.[/bold]
@@ -102,6 +102,3 @@ def main() -> None:
     except ShoalError as error:
         typer.echo(f"shoal: {error}", err=True)
         sys.exit(1)
-    except Stopped as stopped:
-        typer.echo(f"shoal: {stopped}", err=True)
-        raise

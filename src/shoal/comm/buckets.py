@@ -24,6 +24,10 @@ CAP_BYTES = 25 << 20
 TAIL_DTYPE = torch.float32
 
 
+def refuse_sparse(name: str) -> ConfigError:
+    return ConfigError(f"{name!r} has a sparse gradient; build its layer with sparse=False")
+
+
 class _Bucket:
     """Consecutive parameters of one dtype and device, and the flat buffer of their gradients."""
 
@@ -167,7 +171,7 @@ class Buckets:
             if grad is None:
                 view.zero_()
             elif grad.is_sparse:
-                raise ConfigError(f"{self._names[number]!r} has a sparse gradient; build its layer with sparse=False")
+                raise refuse_sparse(self._names[number])
             else:
                 present_views.append(view)
                 grads.append(grad)

@@ -110,14 +110,16 @@ class BackendGroup:
         # ring: each member sends every chunk but its own twice
         self.bytes_sent += 2 * (self.size - 1) * buffer.nbytes // self.size
         backend = self._for(buffer)
-        return _BackendWork(_guarded("sum", lambda: backend.allreduce([buffer])), "sum")
+        numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        return _BackendWork(_guarded("sum", lambda: backend.allreduce([numbers])), "sum")
 
     def gather(self, buffer: Tensor) -> Tensor:
         stacked = buffer.new_empty((self.size, *buffer.shape))
         if buffer.numel():
             self.bytes_sent += (self.size - 1) * buffer.nbytes
             backend = self._for(buffer)
-            _guarded("gather", lambda: backend.allgather([list(stacked.unbind())], [buffer]).wait())
+            rows = [_bytes_of(row) for row in stacked.unbind()]
+            _guarded("gather", lambda: backend.allgather([rows], [_bytes_of(buffer)]).wait())
         return stacked
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -132,7 +134,7 @@ class BackendGroup:
         if buffer.numel():
             self.bytes_sent += buffer.nbytes if self.rank == 0 else 0
             backend = self._for(buffer)
-            _guarded("broadcast", lambda: backend.broadcast(buffer, 0).wait())
+            _guarded("broadcast", lambda: backend.broadcast(_bytes_of(buffer), 0).wait())
 
     def descriptors(self) -> Iterable[int]:
         return self._descriptors
@@ -142,6 +144,11 @@ class BackendGroup:
 
     def _for(self, buffer: Tensor) -> Any:
         return self._control if self._device is None or buffer.device.type == "cpu" else self._device
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    """The same memory as bytes: what is only moved need not be of a type that the backend can add."""
+    return buffer.view(-1).view(torch.uint8)
 
 
 def _guarded(what: str, call: Callable[[], Any]) -> Any:

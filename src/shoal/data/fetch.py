@@ -52,6 +52,7 @@ class Fetcher:
         self.name = name
         self._rows = _Rows.of(data) if collate is None else None
         self._draws = False
+        self._collate_draws = False
         self._watch = _Watch()
 
     def fetch(self, request: Request) -> list[Any]:
@@ -77,10 +78,24 @@ class Fetcher:
         if items is None:
             self._watch.leave()
             items = [item for piece in pieces for item in self._items(list(map(as_int, piece.indices)), piece.seed)]
+        return self._collated(indices, items, pieces[0].seed)
+
+    def _collated(self, indices: list[int], items: list[Any], seed: int) -> Any:
+        """One batch. A `collate` that draws random numbers is seeded by the first piece that it gets."""
+        watching = self.collate is not None and not (self._draws or self._collate_draws)
+        if self._collate_draws:
+            self._watch.leave()
+            seed_random(seed)
+        elif watching:
+            self._watch.begin(seed)
         try:
-            return default_collate(items) if self.collate is None else self.collate(items)
+            batch = default_collate(items) if self.collate is None else self.collate(items)
         except Exception as error:
             raise DataError(self._uncollatable(indices, items, error)) from error
+        if watching and self._watch.drawn():
+            self._collate_draws = True
+            return self._collated(indices, items, seed)
+        return batch
 
     def _items_unless_drawn(self, indices: list[int], seed: int) -> list[Any] | None:
         """All items at once; None if that drew random numbers, which must not depend on what is fetched together.

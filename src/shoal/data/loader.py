@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import DataError
-from shoal.data.background import LoaderProcess, Ticket, end_all
 from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.tree import Unpackable
 
 __all__ = ["Choice", "Loader", "Piece", "Request", "Stream", "choose"]
+
+if TYPE_CHECKING:
+    from shoal.data.background import LoaderProcess, Ticket
 
 _DEPTH = 2
 """Requests asked ahead, for each loader process."""
@@ -131,7 +133,10 @@ class Loader:
         """End the loader processes and reap them. Streams can still load inline afterwards."""
         self._closed = True
         pool, self._pool = self._pool, []
-        end_all(pool)
+        if pool:
+            from shoal.data.background import end_all
+
+            end_all(pool)
 
     def _process(self, place: int) -> LoaderProcess:
         """The process at `place` of the pool, forked at first need; in place of one that died, a new one."""
@@ -144,6 +149,8 @@ class Loader:
         return self._pool[place]
 
     def _start(self) -> LoaderProcess:
+        from shoal.data.background import LoaderProcess
+
         siblings = [process for process in self._pool if process.alive]
         try:
             return LoaderProcess(self.sources, siblings, self._close_fds())

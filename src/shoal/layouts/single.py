@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.core.errors import ConfigError
+
 
 def uses_batch_statistics(module: nn.Module) -> bool:
     """Whether a forward of this module depends on which samples are computed together."""
@@ -21,7 +23,10 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 class Change(NamedTuple):
-    """What one forward made of a buffer that was not known to change: `total` is its value times its samples."""
+    """What one forward made of a buffer that was not known to change.
+
+    `total` is its value times its samples, flat, and then the samples: sums of totals say how many they are of.
+    """
 
     buffer: int
     atom: int
@@ -37,7 +42,8 @@ class Buffers:
         for root in modules:
             for module in root.modules():
                 for key, value in module._buffers.items():
-                    if value is not None and id(value) not in seen:
+                    # complex ones are tables in practice (rotary embeddings), not statistics
+                    if value is not None and not value.is_complex() and id(value) not in seen:
                         seen.add(id(value))
                         self._slots.append((module, key))
         self.known: list[int] = []
@@ -71,7 +77,9 @@ class Buffers:
         if not self._slots:
             return
         # all buffers in the first step, those that changed before from then on
-        if self._start.keys() != set(self._watched):
+        if self._start.keys() != set(self._watched) or any(
+            start.shape != self._value(number).shape for number, start in self._start.items()
+        ):
             self._start = {number: torch.empty_like(self._value(number)) for number in self._watched}
         if self._watched:
             torch._foreach_copy_(list(self._start.values()), [self._value(number) for number in self._watched])
@@ -98,11 +106,24 @@ class Buffers:
         """Take in what the forward of these samples made of the buffers."""
         if not self._slots:
             return
+        self._refuse_new_shapes()
         if self._sums:
             amounts = [self._amount(number) for number in self.known]
             torch._foreach_add_(list(self._sums.values()), amounts, alpha=samples)
         for number in self._changed():
-            self._changes.append(Change(number, atom, self._amount(number) * samples))
+            total = self._amount(number).flatten() * samples
+            self._changes.append(Change(number, atom, torch.cat([total, total.new_tensor([samples])])))
+
+    def _refuse_new_shapes(self) -> None:
+        for number, start in self._start.items():
+            if self._value(number).shape != start.shape:
+                module, key = self._slots[number]
+                raise ConfigError(
+                    f"the buffer {key!r} of a {type(module).__name__} changes its shape in the forward, from "
+                    f"{tuple(start.shape)} to {tuple(self._value(number).shape)}, so workers cannot merge it; "
+                    "keep what "
+                    "is only a cache in a plain attribute, not in a buffer"
+                )
 
     def _changed(self) -> list[int]:
         """Buffers outside `known` that the forward changed, and all others of the same modules.
@@ -149,8 +170,17 @@ class Buffers:
     def learn(self, totals: dict[int, Tensor], samples: float) -> None:
         """Give buffers that turned out to change their merged values; from now on they are known."""
         for number, total in totals.items():
-            self._set(number, total / samples)
+            self._set(number, self._mean(number, total[:-1], float(total[-1]), samples))
         self.known = sorted({*self.known, *totals})
+
+    def _mean(self, number: int, total: Tensor, covered: float, samples: float) -> Tensor:
+        """Forwards that left the buffer alone count with its old value; where that is gone, they do not count."""
+        start = self._start.get(number)
+        if start is None:
+            return total / covered
+        if start.is_floating_point() and covered < samples:
+            total = total + start.flatten().to(torch.float32) * (samples - covered)
+        return total / samples
 
     def _set(self, number: int, mean: Tensor) -> None:
         value = self._value(number)

@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import TAIL_DTYPE, Buckets
+from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
 from shoal.core.atoms import Node, share, tree_nodes, tree_sum
-from shoal.core.errors import ConfigError
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
@@ -66,6 +65,7 @@ class AloneExchange:
     by_atom = False
 
     def __init__(self, params: Params) -> None:
+        self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
 
     def open(self, atoms: int, vectors: int) -> None:
@@ -82,6 +82,9 @@ class AloneExchange:
         return [param.grad is not None for param in self._params]
 
     def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        for number, param in enumerate(self._params):
+            if param.grad is not None and param.grad.is_sparse:
+                raise refuse_sparse(self._names[number])
         return sums, flags
 
     def digest(self) -> bytes:
@@ -169,7 +172,7 @@ class TreeExchange:
                 parts.append(torch.zeros_like(self._params[number]).flatten())
                 continue
             if grad.is_sparse:
-                raise ConfigError(f"{self._names[number]!r} has a sparse gradient; build its layer with sparse=False")
+                raise refuse_sparse(self._names[number])
             self._used[number] = True
             parts.append(grad.flatten())
         return torch.cat(parts)
@@ -223,8 +226,3 @@ class TreeExchange:
 
 def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return [torch.add(a, b) for a, b in zip(left, right, strict=True)]
-
-
-def vector(length: int, device: torch.device) -> Tensor:
-    """A zero vector of the kind that `Exchange.finish` sums."""
-    return torch.zeros(length, dtype=TAIL_DTYPE, device=device)

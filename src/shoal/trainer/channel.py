@@ -46,6 +46,8 @@ class LinkChannel:
     def __init__(self, link: Link, *, speaks: bool) -> None:
         self._link = link
         self._speaks = speaks
+        # the thread that writes checkpoints has something to say, rarely
+        self._lock = threading.Lock()
         self._held: list[AnyEvent] = []
         self._flushed = time.monotonic()
         self._looked = 0.0
@@ -54,14 +56,16 @@ class LinkChannel:
     def emit(self, event: AnyEvent) -> None:
         if not self._speaks:
             return
-        self._held.append(event)
+        with self._lock:
+            self._held.append(event)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def decide(self, event: AnyEvent) -> None:
         if not self._speaks:
             return
-        self._held.append(event)
+        with self._lock:
+            self._held.append(event)
         self._send(ask=True)
         while True:
             message = decode_down(self._link.recv()[0])
@@ -85,9 +89,10 @@ class LinkChannel:
             self._send(ask=False)
 
     def _send(self, *, ask: bool) -> None:
-        self._link.send(encode(Happened(self._held, ask)))
-        self._held = []
-        self._flushed = time.monotonic()
+        with self._lock:
+            self._link.send(encode(Happened(self._held, ask)))
+            self._held = []
+            self._flushed = time.monotonic()
 
 
 class DirectChannel:

@@ -68,8 +68,8 @@ def _fold(trainer: Trainer, number: int, indices: list[int]) -> Trainer:
     fold = copy.copy(trainer)
     recipe = trainer.recipe
     course = Course(len(indices), recipe.batch_size)
-    epochs, rest = divmod(recipe.total_steps, recipe.steps_per_epoch)
-    total = recipe.total_steps if rest else epochs * course.steps_per_epoch
+    epochs = recipe.total_steps // recipe.steps_per_epoch
+    total = epochs * course.steps_per_epoch if recipe.exact_steps is None else recipe.exact_steps
     changes: dict[str, Any] = {"data": Subset(recipe.data, indices), "eval_data": None}
     changes |= {"total_steps": total, "steps_per_epoch": course.steps_per_epoch}
     fold.recipe = dataclasses.replace(recipe, **changes)

@@ -123,12 +123,16 @@ class Evaluator:
         for metric in metrics:
             if needs_loss(metric):
                 metric.update_loss(total, weight)
+        if self._loss is not None and not weight > 0.0:
+            raise DataError(
+                f"the weight of the evaluation is {weight:g} over all samples; some of them must have weight"
+            )
         figures = {"loss": total / weight} if weight else {}
         return {**figures, **compute_all(metrics)}
 
 
 def _pair(returned: Any) -> tuple[Any, Any]:
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+    if isinstance(returned, tuple) and len(returned) == 2:
         return returned[0], returned[1]
     raise ConfigError(
         f"predict returned {type(returned).__name__}; it must return (prediction, target) when metrics are computed"
@@ -136,13 +140,13 @@ def _pair(returned: Any) -> tuple[Any, Any]:
 
 
 def predict_part(session: Session, part: Part, model: nn.Module, predict: PredictFn) -> Any:
-    """This worker's predictions, in order, joined along the first dimension."""
+    """This worker's predictions, in order, joined into one; an empty list if it has no samples."""
     outputs = []
     with evaluating(model):
         for _, batch in part.batches():
             returned = predict(model, batch)
             outputs.append(returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned)
-    return outputs
+    return [join(outputs)] if outputs else []
 
 
 def join(outputs: list[Any]) -> Any:

@@ -31,6 +31,8 @@ class Recipe:
     predict: PredictFn | None
     metrics: Sequence[str | Metric]
     batch_size: int
+    exact_steps: int | None
+    """What `steps=` said; None if the length of the run is a number of epochs."""
     total_steps: int
     steps_per_epoch: int
     clip: float | None
@@ -147,10 +149,13 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             "params: torch.optim.SGD(params, lr=0.1) does"
         )
     given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if given.isdisjoint(id(param) for param in model.parameters()):
+    strange = given - {id(param) for param in model.parameters()}
+    if strange:
         raise ConfigError(
-            f"optimizer= returned {type(optimizer).__name__} over {len(given)} parameters, none of them the model's; "
-            "build it from what it is given, as lambda params: torch.optim.SGD(params, lr=0.1) does"
+            f"optimizer= returned {type(optimizer).__name__} over {len(given)} parameters, {len(strange)} of "
+            "them not the "
+            "model's: these would not be checkpointed, nor start equal on all workers. Build it from what it is given, "
+            "as lambda params: torch.optim.SGD(params, lr=0.1) does, and make further parameters part of the model"
         )
     return optimizer
 
@@ -243,13 +248,14 @@ class _Evaluation:
         metrics = record.metrics = evaluate_average(evaluator, self._model, self._average)
         session.evaluating = False
         record.evaluated = session.step
-        if record.best is None or metrics["loss"] < record.best:
-            record.best = metrics["loss"]
+        if record.best is None or not record.best <= metrics["loss"]:
+            record.best = metrics["loss"] if metrics["loss"] == metrics["loss"] else None
             session.checkpoint_best()
         if self._schedule is not None:
             self._schedule.step(metrics["loss"])
         epoch = (session.step - 1) // recipe.steps_per_epoch
         session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
+        session.agree_on_stop()
 
     def close(self) -> None:
         if self._part is not None:

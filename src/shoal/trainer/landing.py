@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,27 +15,32 @@ class Landing:
     Pages are used only once written, and the kernel frees them with the last process: nothing to clean up.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._like = [(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
-        self._memory = mmap.mmap(-1, max(1, sum(_padded(size) for _, _, size in self._like)))
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._like = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+        self._memory = mmap.mmap(-1, max(1, sum(_padded(size) for _, _, size in self._like.values())))
 
-    def put(self, tensors: Sequence[Tensor]) -> None:
-        for place, tensor in zip(self._places(), tensors, strict=True):
-            place.copy_(tensor.detach())
+    def put(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Copy the tensors here; returns the names of those that have a place: not one that is new, or of new shape."""
+        places = self._places()
+        fitting = [name for name, place in places.items() if name in tensors and tensors[name].shape == place.shape]
+        for name in fitting:
+            places[name].copy_(tensors[name].detach())
+        return fitting
 
-    def take(self, tensors: Sequence[Tensor]) -> None:
+    def take(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Copy what was put under these names into the tensors that this was made for."""
+        places = self._places()
         with torch.no_grad():
-            for place, tensor in zip(self._places(), tensors, strict=True):
-                tensor.copy_(place)
+            for name in names:
+                tensors[name].copy_(places[name])
 
-    def _places(self) -> list[Tensor]:
-        places, offset = [], 0
-        for dtype, shape, size in self._like:
+    def _places(self) -> dict[str, Tensor]:
+        places, offset = {}, 0
+        for name, (dtype, shape, size) in self._like.items():
+            places[name] = torch.empty(shape, dtype=dtype)
             if size:
                 count = size // dtype.itemsize
-                places.append(torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape))
-            else:
-                places.append(torch.empty(shape, dtype=dtype))
+                places[name] = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
             offset += _padded(size)
         return places
 

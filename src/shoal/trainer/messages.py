@@ -32,9 +32,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """A worker is done. Its value is a parcel: this header and the frame's buffers."""
-
-    parcel: bytes
+    """A worker is done. Its value is a parcel: the frame's first buffer is its header, the others are its buffers."""
 
 
 class StopAsked(msgspec.Struct, frozen=True, tag=True):

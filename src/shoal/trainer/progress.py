@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, Notice, RunEnded, RunStarted, StepDone
+from shoal.core.events import AnyEvent, EvalDone, Notice, RunEnded, RunStarted, StepDone
 
 _SECONDS = 5.0
 
@@ -34,8 +34,6 @@ class Progress:
             self.warn(event.text)
         elif isinstance(event, RunEnded):
             self._say(f"{event.reason} at step {event.step}/{self._total}  loss {event.loss:.4g}")
-        else:
-            assert not isinstance(event, CheckpointSaved) or event.path
 
     def warn(self, text: str) -> None:
         """Print something a person should know; the same text once."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from shoal.checkpoint import Loaded
 from shoal.core.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Loaded
 
 
 def restore(name: str, thing: Any, loaded: Loaded) -> None:

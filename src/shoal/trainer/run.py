@@ -6,17 +6,16 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.checkpoint import Checkpoints, Loaded
 from shoal.comm.group import make_group
 from shoal.core import errors
 from shoal.core.errors import CheckpointError, ConfigError, GroupError, RemoteTraceback, ShoalError, WorkerError
@@ -40,6 +39,9 @@ from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAske
 from shoal.trainer.session import Saving, Session
 from shoal.wire.link import Link, LinkClosed
 
+if TYPE_CHECKING:
+    from shoal.checkpoint import Loaded
+
 Listen = Callable[[AnyEvent], Stop | None]
 
 _TIMEOUT = timedelta(minutes=30)
@@ -57,7 +59,8 @@ _SIGNAL_NOTICE = {
     INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
 }
 
-MOST_WORKERS = 1024
+MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+"""More than that on this machine is a mistake, and would take minutes to find out."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,14 @@ class Start:
     def session(self, group: Any, channel: Channel, device: torch.device, *, starts_equal: bool) -> Session:
         checkpoints = None
         if self.run_dir is not None and group.rank == 0:
+            # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+            from shoal.checkpoint import Checkpoints
+
             checkpoints = Checkpoints(
                 self.run_dir / "checkpoints",
                 keep=self.keep,
                 warn=lambda text: channel.emit(Notice(step=0, text=text)),
             )
-        if self.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
         return Session(
             group,
             channel,
@@ -180,9 +184,10 @@ def _run_here(
         try:
             session = start.session(group, channel, device, starts_equal=world.size == 1)
             _refuse_other_checkpoints(session, start.loaded)
-            value = body(session)
-            session.finish_saving()
-            values = session.gather(value)
+            with _deterministic(start.deterministic), closing(session):
+                value = body(session)
+                session.finish_saving()
+                values = session.gather(value)
             _farewell(store, world)
             return values
         finally:
@@ -193,6 +198,18 @@ def _run_here(
         raise
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Within: torch takes deterministic algorithms where it has them."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _device(world: World) -> torch.device:
@@ -300,12 +317,13 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[
         store = distributed.FileStore(str(scratch / "store"), workers)
         group = make_group(store, rank, workers, torch.device("cpu"), timeout=_TIMEOUT, host=_LOOPBACK)
         session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
-        value = body(session)
-        session.finish_saving()
+        with _deterministic(start.deterministic):
+            value = body(session)
+            session.finish_saving()
         channel.flush()
         _flush_output()
         parcel, buffers = seal(value)
-        link.send(encode(Returned(parcel)), buffers)
+        link.send(encode(Returned()), [parcel, *buffers])
     except LinkClosed:
         os._exit(1)
     except BaseException as error:
@@ -408,7 +426,8 @@ class _Supervisor:
     def _take(self, arrival: Message) -> None:
         message = decode_up(arrival.header)
         if isinstance(message, Returned):
-            self._values[arrival.worker] = unseal(message.parcel, arrival.buffers)
+            parcel, *buffers = arrival.buffers
+            self._values[arrival.worker] = unseal(bytes(parcel), buffers)
         elif isinstance(message, Failed):
             raise self._root_cause(arrival.worker, message)
         else:

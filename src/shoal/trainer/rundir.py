@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.checkpoint import Loaded, load, load_newest
 from shoal.core.errors import CheckpointError, ConfigError, RunDirError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Loaded
 
 _ABOUT = "run.json"
 _CHECKPOINTS = "checkpoints"
@@ -49,11 +51,13 @@ class RunDir:
         self.path = path
         self.run_id = run_id
         self._made: list[Path] = []
+        self._new: list[Path] = []
         self._aside: tuple[Path, bytes] | None = None
         self._lock = -1
         try:
             self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
+            self._new = [file for file in (path / ".lock", path / _ABOUT) if not file.exists()]
             self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._take_lock()
             if not keep_checkpoints:
@@ -70,7 +74,7 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            self._made = []
+            self._made, self._new = [], []
             self.close()
             raise RunDirError(
                 f"run_dir={str(self.path)!r} is in use by another run (process {holder}); wait for it, or give "
@@ -96,8 +100,9 @@ class RunDir:
         with suppress(OSError):
             place.rename(self.path / _CHECKPOINTS)
             place.parent.rmdir()
-        with suppress(OSError):
-            (self.path / _ABOUT).write_bytes(about)
+        if about:
+            with suppress(OSError):
+                (self.path / _ABOUT).write_bytes(about)
 
     def write_about(self, about: dict[str, Any]) -> None:
         """What this run is, for people and for finding it again."""
@@ -120,9 +125,12 @@ class RunDir:
             for folder in self._made:
                 with suppress(OSError):
                     folder.rmdir()
+        if not self.has_checkpoints():
+            for file in self._new:
+                file.unlink(missing_ok=True)
         if self._aside is not None and not self.has_checkpoints():
             self._move_back(*self._aside)
-        self._made, self._aside = [], None
+        self._made, self._new, self._aside = [], [], None
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -145,6 +153,8 @@ def find_checkpoint(
     run's id or the path of a run, of its checkpoints, or of one checkpoint: that must exist. The folder is None for
     checkpoints that lie outside a run: what resumes from them is a run of its own.
     """
+    from shoal.checkpoint import load_newest
+
     if str(resume) == "last":
         for folder in [run_dir] if run_dir is not None else _runs_named(name):
             loaded = load_newest(folder / _CHECKPOINTS, warn)
@@ -164,6 +174,8 @@ def find_checkpoint(
 
 
 def _load_from(path: Path, warn: Callable[[str], None]) -> tuple[Loaded, Path | None]:
+    from shoal.checkpoint import load, load_newest
+
     if (path / "manifest.json").is_file():
         return load(path), _run_of(path.parent)
     folder = path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path

@@ -17,28 +17,33 @@ effects out of it, or put them after `step.apply`.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_digest
 
-from shoal.checkpoint import Checkpoints, Loaded
 from shoal.comm.group import Group
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.errors import CheckpointMismatch, ConfigError, NotFiniteError
 from shoal.core.events import CheckpointSaved, RunStarted
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
+from shoal.data.tree import pack
 from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.allreduce import Exchange, make_exchange
 from shoal.trainer.arguments import check_functions, check_whole
-from shoal.trainer.channel import Channel
+from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.restore import restore
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Checkpoints, Loaded
 
 CHECKPOINT_SECONDS = 300.0
 """How often a run is checkpointed when `checkpoint_every` is not given."""
@@ -78,6 +83,12 @@ class Trained:
     params: list[tuple[str, nn.Parameter]]
     everything: list[nn.Parameter]
     mask: list[bool]
+
+    def outdated(self) -> bool:
+        """Whether the optimizer has got other parameters, or others of them require gradients, since."""
+        now = [param for group in self.optimizer.param_groups for param in group["params"]]
+        same = len(now) == len(self.everything) and all(map(operator.is_, now, self.everything))
+        return not same or [param.requires_grad for param in now] != self.mask
 
 
 class Session:
@@ -151,6 +162,8 @@ class Session:
             self._tracked[name] = thing
             if self._loaded is not None:
                 restore(name, thing, self._loaded)
+                # a second copy of everything is not needed any longer
+                self._loaded.trees[name] = None
             if isinstance(thing, nn.Module):
                 self._share(thing)
             if isinstance(thing, torch.optim.Optimizer):
@@ -178,11 +191,14 @@ class Session:
         check_whole(0, optional=True, data_workers=data_workers)
         check_functions(optional=True, collate=collate)
         course = self.course = Course(check_data(data, "data"), batch_size)
-        if any(uses_batch_statistics(module) for module in self._modules()):
-            # Such a forward depends on what is computed together in any case, and small batches make it a worse model.
-            self.watches = False
+        # A forward with batch statistics depends on what is computed together in any case, and few samples at a time
+        # would make it a worse model.
+        batchwise = any(uses_batch_statistics(module) for module in self._modules())
+        self.watches = not (self.draws or batchwise)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
+        if start is None or self.stopping is not None:
+            return
         self._tell_start(course, total)
         if start >= total:
             return
@@ -196,6 +212,8 @@ class Session:
                 self._at = step.span
                 yield step
                 step.commit()
+                if number == start and self.workers > 1:
+                    self._refuse_parted()
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
@@ -204,6 +222,10 @@ class Session:
         finally:
             loop.close()
             loader.close()
+
+    def stop(self) -> None:
+        """End the loop after the step in progress, checkpointed. All workers must call it in the same step."""
+        self.stopping = self.stopping or STOPPED
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
@@ -245,11 +267,23 @@ class Session:
         if self._saving.checkpoints is not None:
             begun = time.perf_counter()
             self._saving.checkpoints.finish()
-            self.times.checkpoint += time.perf_counter() - begun
+            waited = time.perf_counter() - begun
+            self.times.checkpoint += waited
+            self.times.loop += waited
             self._tell_saved()
 
     def loader(self, sources: Mapping[str, Fetcher], data_workers: int | None) -> Loader:
         return Loader(sources, processes=data_workers, spare_cores=self._spare_cores, close_fds=self._group.descriptors)
+
+    def agree_on_stop(self) -> None:
+        """All workers learn now, not with the next step, whether any of them was asked to stop."""
+        if self.stopping is None:
+            self.stopping = next(filter(None, self.gather(self.channel.stop_asked())), None)
+
+    def close(self) -> None:
+        """Let go of the modules: nothing of the exchanges stays attached to them."""
+        for trained in self._trained.values():
+            trained.exchange.close()
 
     # -- for a step ----------------------------------------------------------------------------------------------------
 
@@ -258,10 +292,6 @@ class Session:
 
     def adopt(self, optimizer: torch.optim.Optimizer, atoms: int) -> Trained:
         """An optimizer at its first `Step.apply`: its gradients are there already and must not be cleared."""
-        if self.deterministic:
-            raise ConfigError(
-                "a deterministic loop names its optimizers first: session.track(optimizer=...) before the loop"
-            )
         trained = self._train(optimizer)
         grads = [param.grad for _, param in trained.params]
         trained.exchange.open(atoms, self._vectors(trained))
@@ -272,7 +302,7 @@ class Session:
     def open_exchanges(self, atoms: int) -> None:
         """Begin a phase: no parameter has a gradient."""
         for trained in list(self._trained.values()):
-            if [param.requires_grad for param in trained.everything] != trained.mask:
+            if trained.outdated():
                 trained = self._train(trained.optimizer)
             trained.exchange.open(atoms, self._vectors(trained))
         if self._untrained is None:
@@ -296,7 +326,11 @@ class Session:
         return [pair for trained in self._trained.values() for pair in trained.params]
 
     def rates(self) -> list[float]:
-        return [float(group["lr"]) for trained in self._trained.values() for group in trained.optimizer.param_groups]
+        return [
+            float(group.get("lr", "nan"))
+            for trained in self._trained.values()
+            for group in trained.optimizer.param_groups
+        ]
 
     def before_change(self) -> None:
         """Tensors are about to change in place: a checkpoint being copied must have them first."""
@@ -349,10 +383,15 @@ class Session:
         return self._trained[id(optimizer)]
 
     def _vectors(self, trained: Trained) -> int:
-        return HEAD + 2 * len(self.log_names) + self.buffers.size + FLAGS + len(trained.params)
+        return self.sums_size + FLAGS + len(trained.params)
 
-    def _enter_loop(self, course: Course) -> int:
-        """Number this loop, and find the step where it begins: loops before the checkpointed one are complete."""
+    @property
+    def sums_size(self) -> int:
+        """Elements of a phase's vector of sums."""
+        return HEAD + 2 * len(self.log_names) + self.buffers.size
+
+    def _enter_loop(self, course: Course) -> int | None:
+        """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
         self._loop += 1
         self.step = 0
         self._epoch = [0.0, 0.0]
@@ -360,7 +399,7 @@ class Session:
         if saved is None:
             return 0
         if self._loop < saved["loop"]:
-            return 1 << 62
+            return None
         self._resumed = None
         here = {"size": course.size, "batch": course.batch, "seed": self.seed}
         differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
@@ -407,6 +446,7 @@ class Session:
 
     def _save(self) -> None:
         assert self._saving.checkpoints is not None and self.course is not None
+        self._refuse_not_finite()
         trees = {name: thing.state_dict() for name, thing in self._tracked.items()}
         trees["session"] = {
             "loop": self._loop,
@@ -419,14 +459,53 @@ class Session:
             "epoch": self._epoch,
         }
         volatile = [buffer for module in self._modules() for buffer in module.buffers()]
+        if not self._overlap:
+            volatile += self._changed_by_anyone(trees)
         # `begin` would wait too, but only the last of two saves would be told of
         self._saving.checkpoints.finish()
         self._tell_saved()
         self._saving.checkpoints.begin(self.step, trees, self._saving.meta, volatile=volatile, best=self._best)
         self._saved_at = time.monotonic()
 
+    def _changed_by_anyone(self, trees: Mapping[str, Any]) -> list[Tensor]:
+        """Tensors that an own loop may change before `Step.apply`: all but those of the optimizers that it applies."""
+        mine = {id(param) for _, param in self.all_params()}
+        params = [param for module in self._modules() for param in module.parameters() if id(param) not in mine]
+        fixed = {name for name, thing in self._tracked.items() if isinstance(thing, nn.Module | torch.optim.Optimizer)}
+        others = [tensor for name, tree in trees.items() if name not in fixed for tensor in pack(tree)[1]]
+        return [*params, *others]
+
+    def _refuse_not_finite(self) -> None:
+        """A checkpoint of a model that is not finite would only be in the way of a sound one."""
+        for name, param in self.all_params():
+            if param.is_floating_point() and not torch.isfinite(param.detach().sum()):
+                if bool(torch.isfinite(param).all()):
+                    continue
+                raise NotFiniteError(
+                    f"parameter {name!r} is not finite after step {self.step - 1}; it is not checkpointed. Lower the "
+                    "learning rate, or set clip=",
+                    step=self.step - 1,
+                )
+
+    def _refuse_parted(self) -> None:
+        """After the first step: replicas must be equal, which a forward that changes parameters would break."""
+        sums = [xxh3_64_digest(_bytes(param)) for _, param in self.all_params()]
+        told = self._group.gather_bytes(b"".join(sums))
+        for number, (name, _) in enumerate(self.all_params()):
+            at = slice(8 * number, 8 * number + 8)
+            if any(other[at] != told[0][at] for other in told):
+                raise ConfigError(
+                    f"parameter {name!r} differs between workers after the first step: something other than the "
+                    "optimizer changes it, in the forward or the loss; make it a buffer, or initialise it "
+                    "before training"
+                )
+
     def _tell_saved(self) -> None:
         assert self._saving.checkpoints is not None
         saved = self._saving.checkpoints.check()
         if saved is not None:
             self.channel.emit(CheckpointSaved(step=saved.step, path=str(saved.path), best=saved.best))
+
+
+def _bytes(param: Tensor) -> Any:
+    return param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -25,7 +25,7 @@ from shoal.trainer.channel import REASONS
 from shoal.trainer.loss import read_loss
 
 if TYPE_CHECKING:
-    from shoal.trainer.session import Session
+    from shoal.trainer.session import Session, Trained
 
 _AGREE = len(REASONS)
 FLAGS = _AGREE + 1
@@ -49,9 +49,9 @@ def order_key(seed: int, epoch: int) -> int:
     return derive(seed, "order", epoch)
 
 
-def atom_key(seed: int, step: int, atom: int) -> int:
+def atom_key(seed: int, step: int, atom: int, phase: int = 0) -> int:
     """The seed of torch's generator at the beginning of a forward whose first atom is this one."""
-    return derive(seed, "forward", step, atom)
+    return derive(seed, "forward", step, atom, phase)
 
 
 class Loop:
@@ -72,8 +72,9 @@ class Loop:
         self.course = course
         self.fetcher = fetcher
         # Never more at once than in a full step: what fails over from others cannot run this worker out of memory.
-        slice_of_full_step = self.spans(min(course.batch, course.size), session.rank)
-        self.limit = limit or max(1, sum(span.samples for span in slice_of_full_step))
+        full = min(course.batch, course.size)
+        largest_atom = max(atom.samples for atom in cut(full))
+        self.limit = limit or max(largest_atom, sum(span.samples for span in self.spans(full, session.rank)))
         """Samples in one forward at most."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
@@ -154,6 +155,7 @@ class Step:
         self._batches: list[tuple[list[Span], Any]] | None = None
         self._in_phase = False
         self._complete = True
+        self._phases = 0
         self._update: Update | None = None
         self._committed = False
         self._reset()
@@ -165,6 +167,7 @@ class Step:
         self._logs: dict[str, list[float]] = {}
         self._new_logs: list[tuple[int, str, float, float]] = []
         self._weighted: bool | None = None
+        self._applied: set[int] = set()
 
     # -- a phase -------------------------------------------------------------------------------------------------------
 
@@ -178,8 +181,10 @@ class Step:
             self._calls, self._again = 0, False
             self._session.buffers.before_forward()
             self._seed(self._spans[0])
+            logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield batch
             if self._again:
+                self._logs, self._new_logs = logs, self._new_logs[:new]
                 self._split(place)
                 continue
             if not self._calls:
@@ -189,9 +194,12 @@ class Step:
         self._complete = True
 
     def _open_phase(self) -> None:
+        self._refuse_unapplied()
+        self._phases += 1
         self._reset()
         self._in_phase, self._complete = True, False
         self._session.buffers.open()
+        self._sums_size = self._session.sums_size
         self._session.open_exchanges(len(self._atoms))
 
     def _load(self) -> list[tuple[list[Span], Any]]:
@@ -217,7 +225,7 @@ class Step:
     def _seed(self, span: Span) -> None:
         # a later part of an atom that micro_batch has cut goes on with the atom's random state
         if span.start == self._atoms[span.atom].start:
-            key = atom_key(self._session.seed, self.number, span.atom)
+            key = atom_key(self._session.seed, self.number, span.atom, self._phases - 1)
             torch.default_generator.manual_seed(key)
             if self._session.device.type == "cuda":
                 torch.cuda.manual_seed(key)
@@ -296,40 +304,68 @@ class Step:
         values = [self._weight, self._loss]
         for name in session.log_names:
             values += self._logs.get(name, (0.0, 0.0))
-        head = torch.tensor(values, dtype=torch.float32)
+        head = torch.tensor(values, dtype=torch.float32, device=session.device)
         buffers = session.buffers.take_sums()
         return torch.cat([head, *buffers]) if buffers else head
 
-    def _flags(self, exchange: Exchange) -> Tensor:
+    def _flags(self, exchange: Exchange, *, first: bool) -> Tensor:
         session = self._session
         asked = session.channel.stop_asked()
         values = [float(reason == asked) for reason in REASONS]
-        values.append(float(bool(self._new_logs or session.buffers.changes)))
-        return torch.tensor(values + [float(used) for used in exchange.used()], dtype=torch.float32)
+        values.append(float(first and bool(self._new_logs or session.buffers.changes)))
+        values += [float(used) for used in exchange.used()]
+        return torch.tensor(values, dtype=torch.float32, device=session.device)
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def apply(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> Update:
-        """Sum the gradients over all workers and let `optimizer` apply them to its parameters. Ends the phase."""
+        """Sum the gradients over all workers and let `optimizer` apply them to its parameters.
+
+        After the backward passes of a phase, each of several optimizers may be applied once.
+        """
         if not self._in_phase or not self._complete:
             raise ConfigError("step.apply(optimizer) belongs after `for batch in step:` has gone through all batches")
-        self._in_phase = False
+        if id(optimizer) in self._applied:
+            raise ConfigError(
+                "step.apply: this optimizer was applied already; iterate the step again for another phase"
+            )
         session = self._session
-        trained = session.trained(optimizer) or session.adopt(optimizer, len(self._atoms))
+        trained = session.trained(optimizer) or self._adopted(optimizer)
+        first = not self._applied
+        self._applied.add(id(optimizer))
         begun = time.perf_counter()
-        sums, flags = trained.exchange.finish(
-            self._sums().to(session.device), self._flags(trained.exchange).to(session.device)
-        )
+        # What belongs to the phase is told once, with the first optimizer.
+        sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
+        sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first))
         session.times.exchange += time.perf_counter() - begun
         told = flags.tolist()
         self._obey(told)
-        update = self._settle(sums, agree=told[_AGREE] > 0)
-        self._set_gradients(trained.params, told[FLAGS:], update.weight)
-        norm = self._clip(trained.params, clip, update) if clip is not None else None
+        if first:
+            self._update = self._settle(sums, agree=told[_AGREE] > 0)
+        assert self._update is not None
+        self._set_gradients(trained.params, told[FLAGS:], self._update.weight)
+        norm = self._clip(trained.params, clip, self._update) if clip is not None else None
         session.before_change()
         optimizer.step()
-        self._update = update._replace(norm=norm)
+        self._update = self._update._replace(norm=norm)
         return self._update
+
+    def _adopted(self, optimizer: torch.optim.Optimizer) -> Trained:
+        if self._phases > 1 or self._session.deterministic:
+            # Its parameters may hold gradients of an earlier phase, or of several atoms together.
+            raise ConfigError(
+                "step.apply: this optimizer was not tracked; where a step has several phases, and in "
+                "deterministic runs, "
+                "name every optimizer before the loop: session.track(optimizer=optimizer)"
+            )
+        return self._session.adopt(optimizer, len(self._atoms))
+
+    def _refuse_unapplied(self) -> None:
+        if self._in_phase and self._complete and not self._applied:
+            raise ConfigError(
+                f"step {self.number} has gradients that were never applied; call step.apply(optimizer) after "
+                "`for batch in step:`"
+            )
 
     def _obey(self, flags: list[float]) -> None:
         for reason, flag in zip(REASONS, flags, strict=False):
@@ -386,7 +422,8 @@ class Step:
                 param.grad = None
         if weight != self.samples:
             grads = [param.grad for _, param in params if param.grad is not None]
-            torch._foreach_mul_(grads, self.samples / weight)
+            if grads:
+                torch._foreach_mul_(grads, self.samples / weight)
 
     def _clip(self, params: list[tuple[str, nn.Parameter]], clip: float, update: Update) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_([param for _, param in params], clip))
@@ -426,6 +463,7 @@ class Step:
         """The step is done; what was applied is what counts. Called by the loop if the body does not."""
         if self._committed:
             return self._update
+        self._refuse_unapplied()
         self._committed = True
         session, update = self._session, self._update
         if self._batches is None:

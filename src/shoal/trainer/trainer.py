@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from shoal.checkpoint import Loaded
 from shoal.core import spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted
@@ -29,7 +28,7 @@ from shoal.trainer.arguments import (
     check_optimizer,
     check_whole,
 )
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
@@ -47,6 +46,9 @@ from shoal.trainer.run import (
 )
 from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, runs_root
 from shoal.trainer.session import Session
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Loaded
 
 
 class Trainer:
@@ -130,6 +132,7 @@ class Trainer:
         check_whole(None, seed=seed)
         check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
         check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
+        metrics = metrics if isinstance(metrics, str) else tuple(metrics)
         _check_metrics(metrics, predict)
         check_callbacks(callbacks)
         if resume is not None:
@@ -158,6 +161,7 @@ class Trainer:
             predict=predict,
             metrics=tuple(metrics),
             batch_size=batch_size,
+            exact_steps=steps,
             total_steps=steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch,
             steps_per_epoch=course.steps_per_epoch,
             clip=clip,
@@ -206,6 +210,7 @@ class Trainer:
 
     def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
+        self._stop: Stop | None = None
         progress = Progress()
         loaded, folder = self._find_resumed(progress.warn)
         with _Folder(self, loaded, folder) as place:
@@ -238,23 +243,23 @@ class Trainer:
         recipe, model = self.recipe, self.model
         import_for_training()
         forked = not is_spmd(self.engine)
-        tensors = [*model.parameters(), *model.buffers()]
-        averages = (
-            [param for param in model.parameters() if param.is_floating_point()] if recipe.ema is not None else []
-        )
-        landing = Landing([*tensors, *averages]) if forked else None
-        kept: list[Tensor] = [param.detach().clone() for param in averages]
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        kept: dict[str, Tensor] = {}
+        if recipe.ema is not None:
+            kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.is_floating_point()}
+        landing, landed = (Landing(state), Landing(kept)) if forked else (None, None)
 
         def body(session: Session) -> dict[str, Any]:
             begun = time.perf_counter()
             figures, average = train(session, model, recipe)
             session.finish_saving()
-            values = average.values if average is not None else []
-            if landing is None:
-                for own, value in zip(kept, values, strict=True):
-                    own.copy_(value)
+            averages = average.state_dict() if average is not None else {}
+            if landing is None or landed is None:
+                for name, value in averages.items():
+                    kept[name].copy_(value)
             elif session.rank == 0:
-                landing.put([*model.parameters(), *model.buffers(), *values])
+                figures["landed"] = landing.put({**dict(model.named_parameters()), **dict(model.named_buffers())})
+                landed.put(averages)
             figures["seconds"] = session.times.shares(time.perf_counter() - begun)
             figures["bytes_sent"] = session.bytes_sent
             figures["run"] = [start.run_id, str(start.run_dir)]
@@ -262,11 +267,10 @@ class Trainer:
 
         listen = self._listener(progress)
         values = run(body, start, workers=self.workers, engine=self.engine, listen=listen, signals=signals)
-        if landing is not None:
-            landing.take([*tensors, *kept])
-        if averages:
-            names = [name for name, param in model.named_parameters() if param.is_floating_point()]
-            self.average = dict(zip(names, kept, strict=True))
+        if landing is not None and landed is not None:
+            landing.take(state, values[0]["landed"])
+            landed.take(kept, kept)
+        self.average = kept or None
         return values
 
     def _listener(self, progress: Progress) -> Callable[[AnyEvent], Stop | None]:
@@ -276,6 +280,7 @@ class Trainer:
             for callback in self.callbacks:
                 answer = callback(event)
                 stop = answer if isinstance(answer, Stop) else stop
+            self._stop = self._stop or stop
             return stop
 
         return listen
@@ -296,7 +301,7 @@ class Trainer:
             wall_seconds=wall,
             bytes_sent=sum(value["bytes_sent"] for value in values),
             seconds={key: sum(value["seconds"][key] for value in values) / len(values) for key in first["seconds"]},
-            stopped=first["stopping"],
+            stopped=self._stop.reason if self._stop is not None and first["stopping"] == STOPPED else first["stopping"],
         )
 
     def _stopped_by_signal(self, reason: str, result: Result) -> Preempted | Interrupted:
