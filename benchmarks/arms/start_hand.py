@@ -16,4 +16,5 @@ for batch in loader:
     optimizer.zero_grad()
     first_step.loss(model, batch).backward()
     optimizer.step()
+dist.barrier()  # a rank that leaves while another is in its last operation makes that one abort
 dist.destroy_process_group()

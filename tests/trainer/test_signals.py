@@ -105,10 +105,21 @@ class Script:
         return self.process.returncode, said
 
     def survivors(self, seconds: float) -> list[psutil.Process]:
-        return psutil.wait_procs(self.descendants, timeout=seconds)[1]
+        """Descendants that still live after so long. A zombie has ended, only its new parent has not looked yet."""
+        deadline = time.monotonic() + seconds
+        while (alive := [process for process in self.descendants if _lives(process)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return alive
 
     def kept(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "home").glob("runs/*/checkpoints/*"))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
