@@ -332,6 +332,8 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Callable[[
     if failed is not None:
         _flush_output()
         with suppress(LinkClosed):
+            if session is not None:
+                session.close()
             channel.flush()
             link.send(encode(failed))
     # Peers may still be in their last operation; the supervisor ends this process when all are done.

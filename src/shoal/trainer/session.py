@@ -281,9 +281,11 @@ class Session:
             self.stopping = next(filter(None, self.gather(self.channel.stop_asked())), None)
 
     def close(self) -> None:
-        """Let go of the modules: nothing of the exchanges stays attached to them."""
+        """Let go of the modules, and finish the checkpoint under way: also after a failure it is worth having."""
         for trained in self._trained.values():
             trained.exchange.close()
+        if self._saving.checkpoints is not None:
+            self._saving.checkpoints.close()
 
     # -- for a step ----------------------------------------------------------------------------------------------------
 
