@@ -497,9 +497,10 @@ class Session:
             at = slice(8 * number, 8 * number + 8)
             if any(other[at] != told[0][at] for other in told):
                 raise ConfigError(
-                    f"parameter {name!r} differs between workers after the first step: something other than the "
-                    "optimizer changes it, in the forward or the loss; make it a buffer, or initialise it "
-                    "before training"
+                    f"parameter {name!r} differs between workers after the first step. Either its model was not "
+                    "tracked, so that it started differently: session.track(net=net); or something other than "
+                    "the optimizer "
+                    "changes it, in the forward or the loss: make it a buffer, or initialise it before training"
                 )
 
     def _tell_saved(self) -> None:
