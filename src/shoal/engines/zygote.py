@@ -101,9 +101,9 @@ def fork(run: Callable[[], None], born: list[int]) -> None:
     code if `run` raises SystemExit, with `EXIT_RAISED` and the traceback on stderr for any other exception.
 
     Safe beside other threads. A child may be born with a lock held by a thread that it does not have: CPython 3.11
-    itself waits for one such lock in the new child, before any Python code runs in it, and threads of torch's
-    backends take that lock whenever they let go of a Python object. So each child says that it lives, and one that
-    does not is killed and born again.
+    itself waits for one such lock in the new child, before any Python code runs in it, and any thread that enters or
+    leaves the interpreter takes that lock, as those of torch's backends may. So each child says that it lives, and
+    one that does not is killed and born again.
     """
     flush_stdio()
     for patience in _PATIENCE:
