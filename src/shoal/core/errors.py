@@ -8,8 +8,10 @@
     │   ├── CorruptCheckpoint           a checksum or a file is wrong; the one before it is used
     │   ├── CheckpointMismatch          a checkpoint of another model, batch size or data set
     │   └── CheckpointWriteError        the disk is full or the folder went away
+    ├── StoreError                      the run store cannot be used: corrupt, of a newer version, not reached
+    ├── RunNotFound                     no run of that id or name, or more than one
     ├── GroupError                      a peer went away in the middle of a collective operation
-    └── WorkerError                     a worker failed: its own traceback is the error's cause, shown above it
+    └── WorkerError                     a worker failed: its own traceback is printed last
         └── NotFiniteError              the loss is NaN or infinite
     Stopped (SystemExit)                not an error: the run was asked to stop, and a checkpoint is on disk
     ├── Preempted                       SIGTERM, exit code 75
@@ -26,12 +28,29 @@ EXIT_INTERRUPTED = 130
 """Exit code of a process whose run was stopped by SIGINT (Ctrl-C)."""
 
 
+EXIT_USAGE = 2
+"""Exit code of the command line for a wrong argument or option."""
+EXIT_NO_RUN = 3
+"""Exit code of the command line for a run that is not there, or a name that means several."""
+EXIT_STORE = 4
+"""Exit code of the command line for a run store that cannot be used."""
+
+
 class ShoalError(Exception):
     """The root of every error that Shoal raises on purpose."""
+
+    exit_code = 1
+    """What the command line leaves with."""
+    worker_traceback: str | None = None
+    """Where the error came from another process: its traceback there, as text."""
+    place: str = ""
+    """And the line of the user's code where it happened, if that is known."""
 
 
 class ConfigError(ShoalError, ValueError):
     """An argument is wrong; the message names it."""
+
+    exit_code = EXIT_USAGE
 
 
 class DataError(ShoalError):
@@ -58,16 +77,24 @@ class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written."""
 
 
+class StoreError(ShoalError):
+    """The run store cannot be used: it is corrupt, of a newer version, or out of reach."""
+
+    exit_code = EXIT_STORE
+
+
+class RunNotFound(ShoalError):
+    """There is no run of that id or name, or there is more than one."""
+
+    exit_code = EXIT_NO_RUN
+
+
 class GroupError(ShoalError):
     """A collective operation broke, most often because a peer went away."""
 
 
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text: the `__cause__` of an error that came from there."""
-
-
 class WorkerError(ShoalError):
-    """A worker failed. Its own traceback is `__cause__`, a `RemoteTraceback`."""
+    """A worker failed. Its own traceback is in `worker_traceback`, and printed last."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -13,13 +14,26 @@ class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step: int
 
 
+class Preparing(Event, frozen=True, tag=True, kw_only=True):
+    """Work before the first step that takes long enough to be shown. `total` 0: how much there is is not known."""
+
+    what: str
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+
+
 class RunStarted(Event, frozen=True, tag=True, kw_only=True):
     run_id: str
+    name: str = ""
+    config: dict[str, Any] = {}
+    """The Trainer's arguments as plain values."""
     run_dir: str | None
     workers: int
     total_steps: int
     steps_per_epoch: int
     samples_per_epoch: int
+    batch_size: int = 0
 
 
 class StepDone(Event, frozen=True, tag=True, kw_only=True):
@@ -31,6 +45,22 @@ class StepDone(Event, frozen=True, tag=True, kw_only=True):
     rates: list[float]
     norm: float | None = None
     logs: dict[str, float] = {}
+    time: float = 0.0
+    """When it was applied, in seconds since 1970."""
+
+
+class WorkerSeen(Event, frozen=True, tag=True, kw_only=True):
+    """What one worker has done since the run started or resumed, told about once a second and at the end."""
+
+    worker: int
+    samples: int
+    seconds: dict[str, float]
+    """In compute, exchange, data, eval, checkpoint, idle."""
+    bytes_sent: int = 0
+    memory: int = 0
+    """Bytes resident now, those it shares with other workers included."""
+    pid: int = 0
+    host: str = ""
 
 
 class EpochDone(Event, frozen=True, tag=True, kw_only=True):
@@ -54,13 +84,35 @@ class Notice(Event, frozen=True, tag=True, kw_only=True):
     text: str
 
 
+class RunFailed(Event, frozen=True, tag=True, kw_only=True):
+    """The last event of a run that ended with an error."""
+
+    error: str
+    """One line."""
+    traceback: str = ""
+    worker: int | None = None
+
+
 class RunEnded(Event, frozen=True, tag=True, kw_only=True):
+    """The last event of a run that ended as it should. `reason`: complete, stopped, interrupted or preempted."""
+
     loss: float
     metrics: dict[str, float]
     reason: str
 
 
-AnyEvent = RunStarted | StepDone | EpochDone | EvalDone | CheckpointSaved | Notice | RunEnded
+AnyEvent = (
+    Preparing
+    | RunStarted
+    | StepDone
+    | WorkerSeen
+    | EpochDone
+    | EvalDone
+    | CheckpointSaved
+    | Notice
+    | RunFailed
+    | RunEnded
+)
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

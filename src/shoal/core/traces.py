@@ -1,0 +1,64 @@
+"""Tracebacks for people: their own code's frames, and the line where it happened."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.core.errors import ShoalError
+
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_CALLS = ("_call_impl", "_wrapped_call_impl")
+"""torch's frames between a module's call and its forward: two for every module, and never the cause."""
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback without Shoal's frames. Where Shoal only wraps an error of the user's code, that one's."""
+    if isinstance(error, ShoalError):
+        if error.worker_traceback is not None:
+            return error.worker_traceback.rstrip()
+        if error.__cause__ is not None:
+            error = error.__cause__
+    told = traceback.TracebackException.from_exception(error)
+    drop_own_frames(told)
+    return "".join(told.format()).rstrip()
+
+
+def drop_own_frames(told: traceback.TracebackException) -> None:
+    """Leave out the frames of Shoal, and those of torch between a module's call and its forward."""
+    for part in _chain(told):
+        frames = [frame for frame in part.stack if not _is_noise(frame)]
+        part.stack = traceback.StackSummary.from_list(frames)
+
+
+def _chain(told: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    if told is not None:
+        yield told
+        yield from _chain(told.__cause__)
+        yield from _chain(told.__context__)
+        for part in told.exceptions or ():
+            yield from _chain(part)
+
+
+def _is_noise(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_OURS) or frame.name in _CALLS
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's own code where it happened, such as `train.py:12 in __getitem__`; "" if there is none."""
+    if isinstance(error, ShoalError):
+        if error.place:
+            return error.place
+        error = error.__cause__ or error
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = frame.filename
+        if not name.startswith((_OURS, "<frozen", *_INSTALLED)):
+            path = Path(name)
+            if path.is_relative_to(Path.cwd()):
+                path = path.relative_to(Path.cwd())
+            return f"{path}:{frame.lineno} in {frame.name}"
+    return ""
