@@ -1,0 +1,1 @@
+"""The run store: what was run, how, and what came of it."""
