@@ -1,0 +1,76 @@
+"""Numbers, times and foreign text as a person reads them in a report."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+_NOT_FOR_READERS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles and links
+    r"|(?P<odd>[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069])"
+)
+"""Terminal sequences, which are left out, and control characters, lone surrogates and reversals of writing, which are
+replaced."""
+
+
+def clean(text: str) -> str:
+    """Text from a run, safe to show: it cannot move a cursor, hide what follows, or fail to be encoded."""
+    return _NOT_FOR_READERS.sub(lambda found: "\ufffd" if found["odd"] else "", text.replace("\r\n", "\n"))
+
+
+def figure(value: float | None) -> str:
+    """Four digits, in a form that fits a table: 0.1234, 12.34, 12,340, 1.234e-05."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """For the ticks of an axis: 250, 1k, 2.5M, 1e-05."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if limit <= abs(value) < 1e15:
+            return f"{value / limit:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def size(count: float | None) -> str:
+    """Bytes, by powers of 1024 as memory is counted."""
+    if count is None:
+        return "–"
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    power = min(4, int(math.log2(count) // 10))
+    count, unit = count / 1024**power, ("KiB", "MiB", "GiB", "TiB")[power - 1]
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds) or seconds < 0:
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+
+
+def percent(share: float) -> str:
+    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def moment(when: float | None) -> str:
+    """In local time, with its offset."""
+    return "–" if when is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(when))
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

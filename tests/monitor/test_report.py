@@ -1,0 +1,174 @@
+"""The report in a terminal, and the advice that goes with it."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.core.events import CheckpointSaved, EvalDone, Notice, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.monitor.advice import advice
+from shoal.monitor.numerals import clean, duration, figure, percent, short, size
+from shoal.monitor.report import cells_of, print_report
+from shoal.monitor.summary import PARTS, Baseline, Summary
+
+BEGIN = 1_000_000.0
+EVIL = "[bold red]<script>\x1b[2J\x1b]0;title\x07\u202e"
+
+
+def run(
+    *,
+    seconds: float = 100.0,
+    shares: dict[str, float] | None = None,
+    slow: float = 1.0,
+    loss: float = 0.5,
+    **config: Any,
+) -> Summary:
+    """A run on two workers, up to its last step."""
+    clock = [BEGIN]
+    summary = Summary(clock=lambda: clock[0])
+    facts: dict[str, Any] = {"total_steps": 200, "steps_per_epoch": 100, "samples_per_epoch": 800, "batch_size": 8}
+    summary(RunStarted(step=0, run_id="a-1", name="a", run_dir="/runs/a-1", workers=2, config=config, **facts))
+    for step in range(1, 101):
+        event = StepDone(step=step, epoch=0, loss=loss, samples=8, rates=[0.1], time=BEGIN + step * seconds / 100)
+        summary(event)
+    clock[0] = BEGIN + seconds
+    spent = {part: 0.0 for part in PARTS} | {"compute": 1.0} | (shares or {})
+    for worker in (0, 1):
+        each = {part: seconds * share for part, share in spent.items()}
+        each["compute"] *= slow if worker == 1 else 1.0
+        summary(WorkerSeen(step=100, worker=worker, samples=400, seconds=each, bytes_sent=1 << 20, memory=1 << 30))
+    return summary
+
+
+def shown(summary: Summary, encoding: str = "utf-8") -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_report(summary, Console(file=stream, width=100))
+    stream.flush()
+    raw = stream.buffer
+    assert isinstance(raw, io.BytesIO)
+    return raw.getvalue().decode(encoding)
+
+
+def test_a_complete_run() -> None:
+    summary = run(shares={"compute": 0.7, "exchange": 0.2, "data": 0.1}, slow=1.05)
+    summary(EvalDone(step=100, epoch=0, metrics={"loss": 0.6, "accuracy": 0.9}))
+    summary(Notice(step=100, text="look"))
+    summary(RunEnded(step=100, loss=0.5, metrics={"loss": 0.6, "accuracy": 0.9}, reason="complete"))
+    summary.baseline = Baseline("a-0", 1, 4.0)
+    text = shown(summary)
+    for words in (
+        "a: complete, 100 steps in 1 min 40 s on 2 workers",
+        "0.5 (step 1: 0.5) · evaluation: loss 0.6, accuracy 0.9",
+        "8 samples/s, 1 steps/s · 2.00 times one worker (efficiency 100 %, against a-0)",
+        "exchange 20 %",
+        "20.5 KiB per step, 2.0 MiB in all",
+        "worker 1 computed longest, 2 % above the mean · peak memory 1.0 GiB (worker 0)",
+        "1 notice",
+        "/runs/a-1/report.html",
+        "shoal show a-1",
+    ):
+        assert words in text, f"{words}\n{text}"
+    assert "Resume" not in text and len(text.splitlines()) <= 14
+
+
+def test_a_failed_run_says_how_to_resume() -> None:
+    summary = run()
+    summary(RunFailed(step=100, error="ValueError: no label\nat all", traceback="…", worker=1))
+    summary.resume_command = "shoal run train.py --resume a-1"
+    text = shown(summary)
+    assert "failed after 100 of 200 steps" in text and "ValueError: no label at all" in text
+    assert re.search(r"^Resume +shoal run train.py --resume a-1$", text, re.MULTILINE)
+    assert len(text.splitlines()) <= 14
+
+
+def test_a_run_of_which_nothing_is_known() -> None:
+    text = shown(Summary())
+    assert "running, 0 steps" in text and len(text.splitlines()) == 1
+
+
+def test_text_from_the_run_is_neither_markup_nor_terminal_sequences() -> None:
+    summary = Summary(clock=lambda: BEGIN)
+    facts: dict[str, Any] = {"workers": 1, "total_steps": 1, "steps_per_epoch": 1, "samples_per_epoch": 1}
+    summary(RunStarted(step=0, run_id=EVIL, name=EVIL, run_dir=EVIL, **facts))
+    summary(EvalDone(step=0, epoch=0, metrics={EVIL: 1.0}))
+    summary(CheckpointSaved(step=0, path=EVIL, best=False))
+    summary(RunFailed(step=0, error=EVIL, traceback=EVIL))
+    summary.resume_command = EVIL
+    text = shown(summary)
+    assert "\x1b" not in text and "\u202e" not in text and text.count("[bold red]<script>") >= 5
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    summary = run(shares={"compute": 0.6, "exchange": 0.4})
+    summary(RunEnded(step=100, loss=0.5, metrics={"größe": 1.0}, reason="complete"))
+    text = shown(summary, encoding="ascii")
+    assert "##################============" in text and "gr??e 1" in text
+
+
+@pytest.mark.parametrize("width", [1, 7, 30, 100])
+def test_a_bar_has_as_many_cells_as_it_is_wide(width: int) -> None:
+    shares = dict(zip(PARTS, (0.61, 0.004, 0.3, 0.05, 0.036, 0.0), strict=True))
+    cells = cells_of(shares, width)
+    assert sum(cells.values()) == width
+    assert all(abs(cells[part] - shares[part] * width) <= 1 for part in PARTS)
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({"compute": 0.37, "data": 0.63}, "63 % of the time workers waited for data: raise data_workers= (now 1)"),
+        ({"compute": 0.5, "exchange": 0.5}, "50 % of the time went into exchanging gradients"),
+        ({"compute": 0.65, "eval": 0.35}, "raise eval_every="),
+        ({"compute": 0.85, "checkpoint": 0.15}, "raise checkpoint_every="),
+        ({"compute": 0.3, "data": 0.25, "exchange": 0.45}, "exchanging gradients"),
+    ],
+)
+def test_advice_names_what_costs_most(shares: dict[str, float], words: str) -> None:
+    assert words in advice(run(shares=shares, data_workers=1))
+    assert words in shown(run(shares=shares, data_workers=1)).replace("\n", " ")
+
+
+def test_there_is_no_advice_below_the_thresholds_or_for_a_short_run() -> None:
+    below = {"compute": 0.05, "data": 0.19, "exchange": 0.38, "eval": 0.29, "checkpoint": 0.09}
+    assert advice(run(shares=below)) == ""
+    assert advice(run(shares={"compute": 0.1, "data": 0.9}, seconds=9.0)) == ""
+    assert advice(Summary()) == ""
+
+
+def test_a_slow_worker_is_named_and_the_exchange_is_not_blamed_for_it() -> None:
+    assert "Worker 1 computed 1.33 times as long" in advice(run(shares={"compute": 0.5, "exchange": 0.5}, slow=2.0))
+
+
+def test_a_loss_that_is_not_finite_comes_first() -> None:
+    words = advice(run(shares={"compute": 0.1, "data": 0.9}, loss=float("nan")))
+    assert "not finite in 100 steps, the first of them step 1" in words
+
+
+def test_too_many_workers_are_said_to_be_so() -> None:
+    summary = run()
+    summary.baseline = Baseline("a-0", 1, 7.5)
+    assert "2 workers were 1.1 times as fast as one" not in advice(summary)
+    summary.baseline = Baseline("a-0", 1, 10.0)
+    assert "2 workers were 0.8 times as fast as one" in advice(summary)
+
+
+def test_numbers_read_well() -> None:
+    values = (0.0, 0.12345, 1234.5, 1e-5, float("nan"), None)
+    assert [figure(value) for value in values] == ["0", "0.1235", "1,234", "1e-05", "NaN", "–"]
+    assert [short(value) for value in (0, 250, 1000, 2.5e6, 1e-5)] == ["0", "250", "1k", "2.5M", "1e-05"]
+    assert [size(n) for n in (0, 1023, 1024, 300 << 20, 5 << 40, 1 << 60)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "300 MiB", "5.0 TiB", "1,048,576 TiB"
+    ]  # fmt: skip
+    assert [duration(s) for s in (0.04, 59.6, 61, 3700, 90_000)] == [
+        "0.0 s",
+        "1 min 00 s",
+        "1 min 01 s",
+        "1 h 01 min",
+        "1 d 01 h",
+    ]
+    assert [percent(share) for share in (0, 0.001, 0.5)] == ["0 %", "<1 %", "50 %"]
+    assert clean("a\x1b[31mb\x00\ud800\n") == "ab\ufffd\ufffd\n"
