@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.core.atoms import Course
-from shoal.core.errors import RemoteTraceback
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
 from shoal.testing.reference import batches_of
 from shoal.trainer.session import Session
@@ -578,11 +577,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert shoal.launch(trained(4), 2, run_dir=folder, resume="last")[0]["numbers"] == [2, 3]
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_only_the_run_store_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     shoal.launch(trained(2), 2)
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.rglob("*")} == {"home", "shoal.db"}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -772,8 +771,8 @@ def test_an_exception_in_a_worker_surfaces_with_its_traceback(culprit: int) -> N
         shoal.launch(loop, 3)
     assert time.monotonic() - begun < 3.0
     assert (caught.value.worker, caught.value.step) == (culprit, 1)
-    assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert "a_function_with_a_name" in str(caught.value.__cause__)
+    assert "a_function_with_a_name" in str(caught.value.worker_traceback)
+    assert "a_function_with_a_name" in caught.value.__notes__[-1]
 
 
 def test_an_exception_before_any_loop_surfaces() -> None:

@@ -25,7 +25,7 @@ import torch
 import shoal
 from shoal.core.spec import Local
 from shoal.engines.world import World
-from shoal.trainer import run
+from shoal.trainer import spmd, start
 
 pytestmark = pytest.mark.timeout(120)
 DEADLINE = 60.0
@@ -365,23 +365,23 @@ def test_without_a_file_there_is_no_script_to_start(
 
 
 def test_a_worker_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_store", None)
-    monkeypatch.setattr(run, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
+    monkeypatch.setattr(spmd, "_store", None)
+    monkeypatch.setattr(spmd, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     world = World(rank=0, size=3, local_rank=0, address="127.0.0.1", port=port, launcher="slurm")
     with pytest.raises(shoal.GroupError, match=rf"worker 0 of 3 .*127.0.0.1:{port} \(workers 1, 2 did not come\)"):
-        run._meet(world, 1)
+        spmd._meet(world, 1)
 
 
 def test_nobody_serves_where_worker_0_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_store", None)
-    monkeypatch.setattr(run, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
+    monkeypatch.setattr(spmd, "_store", None)
+    monkeypatch.setattr(spmd, "_MEETING_TIMEOUT", timedelta(seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     world = World(rank=1, size=2, local_rank=0, address="127.0.0.1", port=port, launcher="slurm")
     with pytest.raises(shoal.GroupError, match=r"worker 1 of 2 could not meet .*; check MASTER_ADDR and MASTER_PORT"):
-        run._meet(world, 1)
+        spmd._meet(world, 1)
 
 
 def test_workers_that_found_other_checkpoints_are_refused() -> None:
@@ -396,17 +396,17 @@ def test_workers_that_found_other_checkpoints_are_refused() -> None:
 
     session: Any = Two()
     loaded: Any = Found()
-    run._refuse_other_checkpoints(session, None)
+    spmd._refuse_other_checkpoints(session, None)
     with pytest.raises(shoal.CheckpointError, match=r"worker 0: step-000000007, worker 1: none.*all share"):
-        run._refuse_other_checkpoints(session, loaded)
+        spmd._refuse_other_checkpoints(session, loaded)
 
 
 def test_with_cuda_there_is_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert run.default_workers(Local()) == run.default_workers(Local(start="script")) == 3
-    assert run.default_workers(Local(start="fork")) == len(os.sched_getaffinity(0))
+    assert start.default_workers(Local()) == start.default_workers(Local(start="script")) == 3
+    assert start.default_workers(Local(start="fork")) == len(os.sched_getaffinity(0))
     world = World(rank=5, size=8, local_rank=2, address="", port=1, launcher="torchrun")
-    assert run._device(world) == torch.device("cuda", 2)
+    assert spmd._device(world) == torch.device("cuda", 2)
     with pytest.raises(shoal.ConfigError, match=r"worker 5 has no GPU: it is number 4 on its machine, which has 3"):
-        run._device(replace(world, local_rank=3))
+        spmd._device(replace(world, local_rank=3))

@@ -24,8 +24,11 @@ class Loaded:
     path: Path
 
 
-def load(path: Path) -> Loaded:
-    """The checkpoint in the folder `path`, every byte verified.
+Progress = Callable[[float, float], None]
+
+
+def load(path: Path, progress: Progress | None = None) -> Loaded:
+    """The checkpoint in the folder `path`, every byte verified. `progress` is told bytes read and bytes in all.
 
     Raises `CorruptCheckpoint` naming the file and what is wrong with it, `CheckpointMismatch` if it is of another
     format, `CheckpointError` if it is not there.
@@ -33,10 +36,10 @@ def load(path: Path) -> Loaded:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}: it must be a folder such as step-000000012")
-    return _load(read_manifest(path))
+    return _load(read_manifest(path), progress)
 
 
-def load_newest(folder: Path, warn: Callable[[str], None]) -> Loaded | None:
+def load_newest(folder: Path, warn: Callable[[str], None], progress: Progress | None = None) -> Loaded | None:
     """The newest sound checkpoint in `folder`; None if there is none at all.
 
     Newest means saved last, which after going back to an earlier step is not the one of the highest step. Whatever is
@@ -51,7 +54,7 @@ def load_newest(folder: Path, warn: Callable[[str], None]) -> Loaded | None:
 
     for manifest in folders.newest_first(Path(folder), report):
         try:
-            return _load(manifest)
+            return _load(manifest, progress)
         except CorruptCheckpoint as error:
             report(error)
     if broken:
@@ -62,9 +65,14 @@ def load_newest(folder: Path, warn: Callable[[str], None]) -> Loaded | None:
     return None
 
 
-def _load(manifest: Manifest) -> Loaded:
+def _load(manifest: Manifest, progress: Progress | None) -> Loaded:
     content = manifest.content
-    trees = {name: _load_tree(manifest, name) for name in content.trees}
+    total, done, trees = sum(file.size for file in content.files.values()), 0, {}
+    for name in content.trees:
+        if progress is not None:
+            progress(done, total)
+        trees[name] = _load_tree(manifest, name)
+        done += content.files[file_of(name)].size if file_of(name) in content.files else 0
     return Loaded(content.step, trees, manifest.meta, manifest.path)
 
 

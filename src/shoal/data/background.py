@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import DataError
+from shoal.core.traces import own_traceback, place_of
 from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.parcel import seal, unseal
 from shoal.data.tree import Unpackable
@@ -58,6 +59,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     parcel: bytes = b""
     text: str = ""
     traceback: str = ""
+    place: str = ""
 
 
 class Ticket:
@@ -218,7 +220,9 @@ def _obituary(code: int | None, requests: Iterable[Request]) -> str:
 def _opened(header: bytes, buffers: list[bytearray]) -> list[Any]:
     answer = msgspec.msgpack.decode(header, type=_Answer)
     if answer.kind == "error":
-        raise DataError(f"{answer.text}\n\nTraceback of the loader process:\n{answer.traceback}")
+        error = DataError(answer.text)
+        error.worker_traceback, error.place = answer.traceback, answer.place
+        raise error
     if answer.kind == "unpackable":
         raise Unpackable(answer.text)
     try:
@@ -285,7 +289,8 @@ def _answer(header: bytes, indices: bytearray, sources: Mapping[str, Fetcher]) -
         batches = sources[ask.source].fetch(_requested(ask, indices))
     except BaseException as error:
         text = str(error) if isinstance(error, DataError) else f"{ask.source!r} raised {type(error).__name__}: {error}"
-        return msgspec.msgpack.encode(_Answer("error", text=text, traceback=traceback.format_exc())), ()
+        told = _Answer("error", text=text, traceback=own_traceback(error), place=place_of(error))
+        return msgspec.msgpack.encode(told), ()
     try:
         parcel, buffers = seal(batches)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from shoal.core.events import AnyEvent, Stop
+from shoal.core.events import AnyEvent, Stop, WorkerSeen
 from shoal.trainer.messages import Decided, Happened, StopAsked, decode_down, encode
 from shoal.wire.link import Link
 
@@ -28,7 +28,7 @@ class Channel(Protocol):
     """A worker's way to whoever watches the run. Called on the worker's main thread."""
 
     def emit(self, event: AnyEvent) -> None:
-        """Tell; does not wait."""
+        """Tell; does not wait. Worker 0 tells for all; of itself (`WorkerSeen`) every worker tells."""
 
     def decide(self, event: AnyEvent) -> None:
         """Tell, and wait until all who watch have had a chance to ask for a stop."""
@@ -54,7 +54,7 @@ class LinkChannel:
         self._stop: str | None = None
 
     def emit(self, event: AnyEvent) -> None:
-        if not self._speaks:
+        if not self._speaks and not isinstance(event, WorkerSeen):
             return
         with self._lock:
             self._held.append(event)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from shoal.core import settings
 from shoal.core.atoms import Course, share
 from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
@@ -50,7 +51,8 @@ def cross_validate(trainer: Trainer, folds: int = 5) -> CrossValidation:
             rest = sorted(order[: positions.start] + order[positions.stop :])
             trainer.model.load_state_dict(initial)
             fold = _fold(trainer, number, rest)
-            results.append(fold.fit())
+            with settings.without_reports():
+                results.append(fold.fit())
             figures.append(fold.evaluate(Subset(trainer.recipe.data, held_out)))
     finally:
         with torch.no_grad():

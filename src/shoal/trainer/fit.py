@@ -93,6 +93,9 @@ class _Record:
 def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
     """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
     model.to(session.device)
+    if not model.training:
+        text = "the model is in eval mode, so dropout and BatchNorm do not train; call model.train() before fit()"
+        session.channel.emit(Notice(step=0, text=text))
     # first: what is made from the weights, here and in an optimizer, must find those that all workers start from
     session.track(model=model)
     optimizer = make_optimizer(recipe, model)
@@ -105,6 +108,10 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     if schedule is not None:
         _tell_of_new_plan(session, record, recipe.total_steps)
     record.planned = recipe.total_steps
+    if session.resumed_step >= recipe.total_steps:
+        text = f"there is nothing left to train: the checkpoint is at step {session.resumed_step} of "
+        text += f"{recipe.total_steps}; for more, raise epochs= or steps="
+        session.channel.emit(Notice(step=session.resumed_step, text=text))
     stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
     evaluation = _Evaluation(session, model, recipe, average, record, schedule if stepped_on_eval else None)
     try:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.core import spec
-from shoal.core.errors import ConfigError, Interrupted, Preempted
-from shoal.core.events import AnyEvent, Callback, Stop
+from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
+from shoal.core.events import Callback, WorkerSeen
+from shoal.core.settings import Setting
 from shoal.trainer.arguments import as_path, check_callbacks, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
-from shoal.trainer.progress import Progress
-from shoal.trainer.run import Start, check_workers, default_workers, import_for_training, is_main_process, run
-from shoal.trainer.rundir import RunDir, find_checkpoint, new_run_id
+from shoal.trainer.configure import config_of_call, configured_call, show_config
+from shoal.trainer.run import run
+from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id
 from shoal.trainer.session import Session
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process
+from shoal.trainer.watch import Identity, Watch
 
 
+@configured_call
 def launch(
     fn: Callable[[Session], Any],
     workers: int | None = None,
@@ -44,49 +54,95 @@ def launch(
     check_whole(1, keep=keep)
     check_whole(1, optional=True, checkpoint_every=checkpoint_every)
     check_callbacks(callbacks)
-    progress = Progress()
+    config = config_of_call()
+    show_config(config, "shoal.launch")
     folder = None if run_dir is None else as_path("run_dir", run_dir).absolute()
     if folder is None and (resume is not None or checkpoint_every is not None):
         raise ConfigError("launch: resume= and checkpoint_every= need run_dir=")
-    loaded, origin = None, None
-    if resume is not None:
-        resume = resume if resume == "last" else as_path("resume", resume)
-        loaded, origin = find_checkpoint(resume, run_dir=folder, name="", warn=progress.warn)
-    run_id = new_run_id(folder.name if folder is not None else "launch")
-    held = None
-    if folder is not None and is_main_process():
-        held = RunDir(folder, run_id, keep_checkpoints=origin is not None and origin.resolve() == folder.resolve())
-    start = Start(
-        seed=seed,
-        deterministic=deterministic,
-        run_id=run_id,
-        run_dir=folder,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        meta={"run_id": run_id},
-        loaded=loaded,
-    )
-
-    def listen(event: AnyEvent) -> Stop | None:
-        progress(event)
-        answers = [callback(event) for callback in callbacks]
-        return next((answer for answer in answers if isinstance(answer, Stop)), None)
-
-    def body(session: Session) -> list[Any]:
-        return [fn(session), session.stopping]
-
+    watch = Watch(callbacks)
     try:
-        with StopSignals() as signals:
-            import_for_training()
-            values = run(body, start, workers=count, engine=engine_spec, listen=listen, signals=signals)
-    finally:
-        if held is not None:
-            held.close()
-    for reason, error in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
-        if reason == (signals.asked or values[0][1]):
-            stopped = error(
-                f"shoal: {reason} by a signal; checkpointed in {folder}" if folder else f"shoal: {reason} by a signal"
+        with StopSignals() as signals, _Place(folder, resume, watch) as place:
+            start = Start(
+                seed=seed,
+                deterministic=deterministic,
+                run_id=place.run_id,
+                run_dir=folder,
+                checkpoint_every=checkpoint_every,
+                keep=keep,
+                meta={"run_id": place.run_id},
+                loaded=place.loaded,
             )
-            progress.warn(stopped.message)
-            raise stopped
-    return [value for value, _ in values]
+            with watch.running(place.identity(count, config)):
+                values = _run(fn, start, count, engine_spec, watch, signals)
+    except ShoalError as error:
+        raise error.with_traceback(None) from None
+    except KeyboardInterrupt:
+        raise _stopped(Interrupted, "ended at once by a second Ctrl-C", None) from None
+    finally:
+        watch.close()
+    for reason, kind in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
+        if reason == (signals.asked or values[0]["stopping"]):
+            raise _stopped(kind, f"{reason} by a signal", folder)
+    return [value["value"] for value in values]
+
+
+def _run(
+    fn: Callable[[Session], Any], start: Start, workers: int, engine: spec.Local, watch: Watch, signals: StopSignals
+) -> list[dict[str, Any]]:
+    def body(session: Session) -> dict[str, Any]:
+        return {"value": fn(session), "stopping": session.stopping, "seen": msgspec.to_builtins(session.seen())}
+
+    watch.prepare(f"starting {workers} workers" if workers > 1 else "starting 1 worker")
+    import_for_training()
+    values = run(body, start, workers=workers, engine=engine, watch=watch, signals=signals)
+    if watch.began:
+        for value in values:
+            watch.saw(msgspec.convert(value["seen"], WorkerSeen))
+        watch.ended_early(signals.asked or values[0]["stopping"])
+    return values
+
+
+def _stopped(kind: type[Preempted] | type[Interrupted], what: str, folder: Path | None) -> Preempted | Interrupted:
+    stopped = kind(f"shoal: {what}; checkpointed in {folder}" if folder else f"shoal: {what}")
+    print(stopped.message, file=sys.stderr, flush=True)
+    return stopped
+
+
+@dataclass
+class _Place:
+    """The folder of a run, if it has one, and what is resumed from it."""
+
+    folder: Path | None
+    resume: str | os.PathLike[str] | None
+    watch: Watch
+
+    def __enter__(self) -> _Place:
+        self.loaded, origin = None, None
+        if self.resume is not None:
+            resume = self.resume if self.resume == "last" else as_path("resume", self.resume)
+            self.loaded, origin = find_checkpoint(
+                resume, run_dir=self.folder, name="", warn=self.watch.warn, progress=self.watch.read_checkpoint
+            )
+        self.continued = origin is not None and self.folder is not None and origin.resolve() == self.folder.resolve()
+        known = str(self.loaded.meta.get("run_id") or "") if self.loaded is not None and self.continued else ""
+        self.name = self.folder.name if self.folder is not None else default_name()
+        self.run_id = known or new_run_id(self.name)
+        self._held: RunDir | None = None
+        if self.folder is not None and is_main_process():
+            self._held = RunDir(self.folder, self.run_id, keep_checkpoints=self.continued)
+            self._held.write_about({"run_id": self.run_id, "name": self.name, "started": time.time()})
+        return self
+
+    def identity(self, workers: int, config: dict[str, Setting]) -> Identity:
+        return Identity(
+            run_id=self.run_id,
+            name=self.name,
+            workers=workers,
+            run_dir=self.folder,
+            config=config,
+            resumed=self.continued,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        if self._held is not None:
+            self._held.close(keep=self.watch.began)

@@ -29,7 +29,10 @@ def read_loss(returned: Any, *, training: bool) -> Loss:
         if "loss" not in returned:
             raise ConfigError(
                 f"the loss function returned a dict with {sorted(map(str, returned))} and no 'loss'; {_FORMS}"
+                f"{_model_output(returned)}"
             )
+        if _model_output(returned):
+            raise ConfigError(f"the loss function returned the model's whole output; {_FORMS}{_model_output(returned)}")
         logs = {str(name): _number(name, value) for name, value in returned.items() if name != "loss"}
         returned = returned["loss"]
     weight: float | None = None
@@ -57,6 +60,13 @@ def read_loss(returned: Any, *, training: bool) -> Loss:
             "requires_grad=True"
         )
     return Loss(returned.reshape(()), weight, logs)
+
+
+def _model_output(returned: Any) -> str:
+    """A hint for the outputs of Hugging Face models, which are dicts of tensors."""
+    if not type(returned).__name__.endswith("Output"):
+        return ""
+    return f". For a {type(returned).__name__}: return model(**batch).loss, with labels in the batch"
 
 
 def _number(name: object, value: Any) -> float:

@@ -339,7 +339,9 @@ def average_value(value: str, spec: str) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word.lower(), list(valid), n=1, cutoff=0.5)
+    names = list(valid)
+    begun = [name for name in names if word and name.startswith(word.lower())]
+    found = begun or difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 

@@ -8,7 +8,7 @@ from shoal.core.events import AnyEvent
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: events, in order. With `ask`, the worker waits for a `Decided`."""
+    """Events, in order; from workers other than 0 only of themselves. With `ask`, the worker waits for a `Decided`."""
 
     events: list[AnyEvent]
     ask: bool = False
@@ -23,6 +23,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
     where: str
     """In words, for the end of a sentence; empty if that is not known."""
+    place: str
+    """The line of the user's own code, in words; empty if there is none."""
     step: int | None
     positions: tuple[int, int] | None
     culprit: int | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointMismatch
@@ -24,10 +25,30 @@ def restore(name: str, thing: Any, loaded: Loaded) -> None:
     state = loaded.trees[name]
     if isinstance(thing, nn.Module):
         _compare(thing, state, loaded)
+    if isinstance(thing, torch.optim.Optimizer):
+        _compare_optimizer(thing, state, loaded)
     try:
         thing.load_state_dict(state)
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointMismatch(f"{name!r} in {loaded.path} does not fit this run: {error}") from error
+
+
+def _compare_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], loaded: Loaded) -> None:
+    """Another optimizer keeps other things of a parameter: to go on with these would fail at its first step."""
+    there, here = state["param_groups"], optimizer.state_dict()["param_groups"]
+    missing = sorted(set(here[0]) - set(there[0]) - {"params", "param_names", "initial_lr"})
+    if missing:
+        raise CheckpointMismatch(
+            f"{loaded.path} is of a run with another optimizer: its state has no {', '.join(missing)}, which "
+            f"{type(optimizer).__name__} needs. Resume with the optimizer that it had, or start a new run from its "
+            "weights"
+        )
+    sizes = [[len(group["params"]) for group in groups] for groups in (there, here)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointMismatch(
+            f"{loaded.path}: its optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}. Resume "
+            "with the same parameter groups, or start a new run from its weights"
+        )
 
 
 def _compare(module: nn.Module, state: Mapping[str, Tensor], loaded: Loaded) -> None:

@@ -12,24 +12,29 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from shoal.core.errors import CheckpointError, ConfigError, RunDirError
+from shoal.store.home import shoal_home
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
 
+Progress = Callable[[float, float], None]
+"""Told how many bytes have been read, and of how many."""
+
 _ABOUT = "run.json"
 _CHECKPOINTS = "checkpoints"
 _EARLIER = "earlier"
+_DYING_SECONDS = 5.0
+"""How long the workers of a killed run may take to be gone."""
 
 
 def runs_root() -> Path:
-    """Where runs live that were given no folder: $SHOAL_HOME/runs, or .shoal/runs in the user's home."""
-    home = os.environ.get("SHOAL_HOME")
-    return (Path(home) if home else Path.home() / ".shoal") / "runs"
+    """Where runs live that were given no folder."""
+    return shoal_home() / "runs"
 
 
 def default_name() -> str:
@@ -70,18 +75,27 @@ class RunDir:
             ) from None
 
     def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            self._made, self._new = [], []
-            self.close()
-            raise RunDirError(
-                f"run_dir={str(self.path)!r} is in use by another run (process {holder}); wait for it, or give "
-                "this run its own folder"
-            ) from None
+        deadline = time.monotonic() + _DYING_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+                # workers share the lock: those of a run that was killed hold it for the moment in which they die
+                if _is_alive(holder) or time.monotonic() > deadline:
+                    self._refuse(holder)
+                time.sleep(0.02)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def _refuse(self, holder: str) -> NoReturn:
+        self._made, self._new = [], []
+        self.close()
+        raise RunDirError(
+            f"run_dir={str(self.path)!r} is in use by another run (process {holder}); wait for it, or give "
+            "this run its own folder"
+        ) from None
 
     def _move_aside(self) -> None:
         old = self.path / _CHECKPOINTS
@@ -118,14 +132,15 @@ class RunDir:
         folder = self.path / _CHECKPOINTS
         return folder.is_dir() and any(entry.name.startswith("step-") for entry in folder.iterdir())
 
-    def close(self) -> None:
-        """Let go of the folder. If this run has no checkpoint, the folder is again as it was before."""
-        if self._made and not self.has_checkpoints():
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of the folder. Unless it is to be kept or has a checkpoint, it is again as it was before."""
+        keep = keep or self.has_checkpoints()
+        if self._made and not keep:
             shutil.rmtree(self.path, ignore_errors=True)
             for folder in self._made:
                 with suppress(OSError):
                     folder.rmdir()
-        if not self.has_checkpoints():
+        if not keep:
             for file in self._new:
                 file.unlink(missing_ok=True)
         if self._aside is not None and not self.has_checkpoints():
@@ -134,6 +149,17 @@ class RunDir:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _is_alive(pid: str) -> bool:
+    """True also where that cannot be told, such as a process of another machine or user."""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -145,7 +171,12 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(
-    resume: str | os.PathLike[str], *, run_dir: Path | None, name: str, warn: Callable[[str], None]
+    resume: str | os.PathLike[str],
+    *,
+    run_dir: Path | None,
+    name: str,
+    warn: Callable[[str], None],
+    progress: Progress | None = None,
 ) -> tuple[Loaded | None, Path | None]:
     """The checkpoint that `resume` means, and the folder of the run it is of.
 
@@ -157,7 +188,7 @@ def find_checkpoint(
 
     if str(resume) == "last":
         for folder in [run_dir] if run_dir is not None else _runs_named(name):
-            loaded = load_newest(folder / _CHECKPOINTS, warn)
+            loaded = load_newest(folder / _CHECKPOINTS, warn, progress)
             if loaded is not None:
                 return loaded, folder
         where = str(run_dir) if run_dir is not None else f"runs named {name!r} in {runs_root()}"
@@ -170,16 +201,16 @@ def find_checkpoint(
         raise ConfigError(
             f"resume={str(resume)!r} is neither 'last', nor a path, nor a run in {runs_root()}{_some_runs()}"
         )
-    return _load_from(path.resolve(), warn)
+    return _load_from(path.resolve(), warn, progress)
 
 
-def _load_from(path: Path, warn: Callable[[str], None]) -> tuple[Loaded, Path | None]:
+def _load_from(path: Path, warn: Callable[[str], None], progress: Progress | None) -> tuple[Loaded, Path | None]:
     from shoal.checkpoint import load, load_newest
 
     if (path / "manifest.json").is_file():
-        return load(path), _run_of(path.parent)
+        return load(path, progress), _run_of(path.parent)
     folder = path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
-    loaded = load_newest(folder, warn)
+    loaded = load_newest(folder, warn, progress)
     if loaded is None:
         raise CheckpointError(
             f"resume: there is no sound checkpoint in {folder}; give another run, or leave resume= out"

@@ -18,6 +18,8 @@ effects out of it, or put them after `step.apply`.
 from __future__ import annotations
 
 import operator
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,12 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64_digest
 
 from shoal.comm.group import Group
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, ConfigError, NotFiniteError
-from shoal.core.events import CheckpointSaved, RunStarted
+from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.events import CheckpointSaved, RunStarted, WorkerSeen
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
@@ -40,29 +41,17 @@ from shoal.syncs.allreduce import Exchange, make_exchange
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.restore import restore
+from shoal.trainer.soundness import refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
+from shoal.trainer.usage import Times, resident_bytes
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints, Loaded
 
+TELL_SECONDS = 1.0
+"""How often a worker tells of itself."""
 CHECKPOINT_SECONDS = 300.0
 """How often a run is checkpointed when `checkpoint_every` is not given."""
-
-
-@dataclass
-class Times:
-    """Seconds of this worker, by what they went into. What is left of `loop` is compute."""
-
-    loop: float = 0.0
-    exchange: float = 0.0
-    data: float = 0.0
-    eval: float = 0.0
-    checkpoint: float = 0.0
-
-    def shares(self, wall: float) -> dict[str, float]:
-        parts = {"exchange": self.exchange, "data": self.data, "eval": self.eval, "checkpoint": self.checkpoint}
-        compute = max(0.0, self.loop - sum(parts.values()))
-        return {"compute": compute, **parts, "idle": max(0.0, wall - compute - sum(parts.values()))}
 
 
 @dataclass
@@ -125,6 +114,8 @@ class Session:
         self.evaluating = False
         """Whether an evaluation is under way, for messages."""
         self.times = Times()
+        self.samples = 0
+        """Samples that this worker has computed in steps that were committed."""
         self.channel = channel
         self.buffers = Buffers([])
         self.log_names: list[str] = []
@@ -143,6 +134,7 @@ class Session:
         self._at: StepSpan | None = None
         self._best = False
         self._saved_at = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._epoch: list[float] = [0.0, 0.0]
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
 
@@ -213,7 +205,7 @@ class Session:
                 yield step
                 step.commit()
                 if number == start and self.workers > 1:
-                    self._refuse_parted()
+                    refuse_parted(self.all_params(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
@@ -242,6 +234,11 @@ class Session:
     @property
     def bytes_sent(self) -> int:
         return self._group.bytes_sent
+
+    @property
+    def resumed_step(self) -> int:
+        """Where the checkpoint is that this run goes on from; −1 for one that starts afresh."""
+        return -1 if self._resumed is None else int(self._resumed["step"])
 
     @property
     def where(self) -> StepSpan | None:
@@ -429,10 +426,28 @@ class Session:
                 total_steps=total,
                 steps_per_epoch=course.steps_per_epoch,
                 samples_per_epoch=course.size,
+                batch_size=course.batch,
             )
         )
 
+    def seen(self) -> WorkerSeen:
+        """What this worker has done so far."""
+        return WorkerSeen(
+            step=self.step,
+            worker=self.rank,
+            samples=self.samples,
+            seconds=self.times.shares(time.monotonic() - self._began),
+            bytes_sent=self.bytes_sent,
+            memory=resident_bytes(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
     def _between_steps(self, *, last: bool) -> None:
+        now = time.monotonic()
+        if now - self._told > TELL_SECONDS:
+            self._told = now
+            self.channel.emit(self.seen())
         if self._saving.checkpoints is not None:
             begun = time.perf_counter()
             self._tell_saved()
@@ -448,7 +463,7 @@ class Session:
 
     def _save(self) -> None:
         assert self._saving.checkpoints is not None and self.course is not None
-        self._refuse_not_finite()
+        refuse_not_finite(self.all_params(), self.step)
         trees = {name: thing.state_dict() for name, thing in self._tracked.items()}
         trees["session"] = {
             "loop": self._loop,
@@ -477,38 +492,8 @@ class Session:
         others = [tensor for name, tree in trees.items() if name not in fixed for tensor in pack(tree)[1]]
         return [*params, *others]
 
-    def _refuse_not_finite(self) -> None:
-        """A checkpoint of a model that is not finite would only be in the way of a sound one."""
-        for name, param in self.all_params():
-            if param.is_floating_point() and not torch.isfinite(param.detach().sum()):
-                if bool(torch.isfinite(param).all()):
-                    continue
-                raise NotFiniteError(
-                    f"parameter {name!r} is not finite after step {self.step - 1}; it is not checkpointed. Lower the "
-                    "learning rate, or set clip=",
-                    step=self.step - 1,
-                )
-
-    def _refuse_parted(self) -> None:
-        """After the first step: replicas must be equal, which a forward that changes parameters would break."""
-        sums = [xxh3_64_digest(_bytes(param)) for _, param in self.all_params()]
-        told = self._group.gather_bytes(b"".join(sums))
-        for number, (name, _) in enumerate(self.all_params()):
-            at = slice(8 * number, 8 * number + 8)
-            if any(other[at] != told[0][at] for other in told):
-                raise ConfigError(
-                    f"parameter {name!r} differs between workers after the first step. Either its model was not "
-                    "tracked, so that it started differently: session.track(net=net); or something other than "
-                    "the optimizer "
-                    "changes it, in the forward or the loss: make it a buffer, or initialise it before training"
-                )
-
     def _tell_saved(self) -> None:
         assert self._saving.checkpoints is not None
         saved = self._saving.checkpoints.check()
         if saved is not None:
             self.channel.emit(CheckpointSaved(step=saved.step, path=str(saved.path), best=saved.best))
-
-
-def _bytes(param: Tensor) -> Any:
-    return param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

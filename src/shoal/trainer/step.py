@@ -80,12 +80,19 @@ class Loop:
         self._permutation: tuple[int, Permutation] | None = None
         self._groups: dict[tuple[int, bool], list[list[Span]]] = {}
         self._asked: dict[int, list[list[Span]]] = {}
+        self._own: dict[int, int] = {}
         self._stream: Stream = loader.open("data", self._request, start)
 
     def spans(self, samples: int, rank: int) -> list[Span]:
         """The atoms that a worker computes of a step of so many samples, counted from the step's first one."""
         atoms = cut(samples)
         return [atoms[number] for number in share(len(atoms), self.session.workers)[rank]]
+
+    def own_samples(self, samples: int) -> int:
+        """How many of a step's samples this worker computes."""
+        if samples not in self._own:
+            self._own[samples] = sum(span.samples for span in self.spans(samples, self.session.rank))
+        return self._own[samples]
 
     def take(self, step: StepSpan) -> list[tuple[list[Span], Any]]:
         """This worker's forwards in a step, and their batches. Steps must be taken in order."""
@@ -468,6 +475,7 @@ class Step:
         session, update = self._session, self._update
         if self._batches is None:
             self._loop.take(self.span)
+        session.samples += self._loop.own_samples(self.samples)
         session.committed(self.number + 1, update)
         if update is not None:
             done = StepDone(
@@ -478,6 +486,7 @@ class Step:
                 rates=session.rates(),
                 norm=update.norm,
                 logs=update.logs,
+                time=time.time(),
             )
             session.channel.emit(done)
         if self.span.stop == self._loop.course.size:

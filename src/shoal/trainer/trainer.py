@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from shoal.core import spec
+from shoal.core import settings, spec
 from shoal.core.atoms import Course
-from shoal.core.errors import ConfigError, Interrupted, Preempted
-from shoal.core.events import AnyEvent, Callback, Stop
+from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
+from shoal.core.events import Callback, WorkerSeen
 from shoal.data.fetch import check_data
 from shoal.trainer.arguments import (
     as_path,
@@ -29,29 +31,30 @@ from shoal.trainer.arguments import (
     check_whole,
 )
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
+from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
-from shoal.trainer.progress import Progress
 from shoal.trainer.result import Result
-from shoal.trainer.run import (
+from shoal.trainer.run import run
+from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, runs_root
+from shoal.trainer.session import Session
+from shoal.trainer.start import (
     Start,
     check_workers,
     default_workers,
     import_for_training,
     is_main_process,
     is_spmd,
-    run,
 )
-from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, runs_root
-from shoal.trainer.session import Session
+from shoal.trainer.watch import Identity, Unwatched, Watch
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
 
 
-class Trainer:
+class Trainer(Configured):
     """Trains any `nn.Module` on N workers, exactly as one process would.
 
     model: an nn.Module, or a function without arguments that builds one.
@@ -76,6 +79,7 @@ class Trainer:
     callbacks: functions of an event (`shoal.core.events`); one that returns `shoal.Stop()` ends the run.
     """
 
+    @configured
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -148,6 +152,9 @@ class Trainer:
         self.checkpoint_every = checkpoint_every
         self.keep = keep
         self.callbacks = tuple(callbacks)
+        self.settle(workers=self.workers, name=self.name)
+        if steps is None:
+            self.settle(epochs=1 if epochs is None else epochs)
         self.average: dict[str, Tensor] | None = None
         """After fit() with ema=: the average of the weights, by name."""
         self.recipe = Recipe(
@@ -200,8 +207,15 @@ class Trainer:
         SIGTERM and Ctrl-C end the run after the step in progress with a checkpoint: `shoal.Preempted` (exit code 75)
         and `shoal.Interrupted` (130) leave the script. A second Ctrl-C ends it at once.
         """
-        with StopSignals() as signals:
-            result = self._fit(signals)
+        show_config(self.config, "Trainer")
+        try:
+            with StopSignals() as signals:
+                result = self._fit(signals)
+        except ShoalError as error:
+            # Shoal's own frames are not where to look; the worker's traceback is in the error
+            raise error.with_traceback(None) from None
+        except KeyboardInterrupt:
+            raise self._ended_at_once() from None
         # after the handlers are gone: a signal that came too late to end the run still ends the script
         reason = signals.asked or result.stopped
         if reason in (PREEMPTED, INTERRUPTED):
@@ -210,27 +224,34 @@ class Trainer:
 
     def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
-        self._stop: Stop | None = None
-        progress = Progress()
-        loaded, folder = self._find_resumed(progress.warn)
-        with _Folder(self, loaded, folder) as place:
-            start = Start(
-                seed=self.seed,
-                deterministic=self.deterministic,
-                run_id=place.run_id,
-                run_dir=place.path,
-                checkpoint_every=self.checkpoint_every,
-                keep=self.keep,
-                meta={"run_id": place.run_id, "workers": self.workers},
-                loaded=loaded,
-            )
-            values = self._train(start, progress, signals)
-            return self._finish(values, time.monotonic() - begun)
+        watch = Watch(self.callbacks)
+        try:
+            loaded, folder = self._find_resumed(watch)
+            with _Folder(self, loaded, folder, watch) as place, watch.running(place.identity()):
+                start = Start(
+                    seed=self.seed,
+                    deterministic=self.deterministic,
+                    run_id=place.run_id,
+                    run_dir=place.path,
+                    checkpoint_every=self.checkpoint_every,
+                    keep=self.keep,
+                    meta={"run_id": place.run_id, "workers": self.workers},
+                    loaded=loaded,
+                )
+                values = self._train(start, watch, signals)
+                for value in values:
+                    watch.saw(msgspec.convert(value["seen"], WorkerSeen))
+                return self._finish(values, watch, time.monotonic() - begun)
+        finally:
+            watch.close()
 
-    def _find_resumed(self, warn: Callable[[str], None]) -> tuple[Loaded | None, Path | None]:
+    def _find_resumed(self, watch: Watch) -> tuple[Loaded | None, Path | None]:
         if self.resume is None:
             return None, None
-        loaded, folder = find_checkpoint(self.resume, run_dir=self.run_dir, name=self.name, warn=warn)
+        warn = watch.warn
+        loaded, folder = find_checkpoint(
+            self.resume, run_dir=self.run_dir, name=self.name, warn=warn, progress=watch.read_checkpoint
+        )
         for tree, argument, given in (
             ("schedule", "schedule=", self.recipe.schedule),
             ("average", "ema=", self.recipe.ema),
@@ -239,8 +260,9 @@ class Trainer:
                 warn(f"{loaded.path} holds the state of {argument}, which this run is not given; it goes on without")
         return loaded, folder
 
-    def _train(self, start: Start, progress: Progress, signals: StopSignals) -> list[dict[str, Any]]:
+    def _train(self, start: Start, watch: Watch, signals: StopSignals) -> list[dict[str, Any]]:
         recipe, model = self.recipe, self.model
+        watch.prepare(f"starting {self.workers} workers" if self.workers > 1 else "starting 1 worker")
         import_for_training()
         forked = not is_spmd(self.engine)
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -250,7 +272,6 @@ class Trainer:
         landing, landed = (Landing(state), Landing(kept)) if forked else (None, None)
 
         def body(session: Session) -> dict[str, Any]:
-            begun = time.perf_counter()
             figures, average = train(session, model, recipe)
             session.finish_saving()
             averages = average.state_dict() if average is not None else {}
@@ -260,33 +281,19 @@ class Trainer:
             elif session.rank == 0:
                 figures["landed"] = landing.put({**dict(model.named_parameters()), **dict(model.named_buffers())})
                 landed.put(averages)
-            figures["seconds"] = session.times.shares(time.perf_counter() - begun)
-            figures["bytes_sent"] = session.bytes_sent
+            figures["seen"] = msgspec.to_builtins(session.seen())
             figures["run"] = [start.run_id, str(start.run_dir)]
             return figures
 
-        listen = self._listener(progress)
-        values = run(body, start, workers=self.workers, engine=self.engine, listen=listen, signals=signals)
+        values = run(body, start, workers=self.workers, engine=self.engine, watch=watch, signals=signals)
         if landing is not None and landed is not None:
             landing.take(state, values[0]["landed"])
             landed.take(kept, kept)
         self.average = kept or None
         return values
 
-    def _listener(self, progress: Progress) -> Callable[[AnyEvent], Stop | None]:
-        def listen(event: AnyEvent) -> Stop | None:
-            progress(event)
-            stop = None
-            for callback in self.callbacks:
-                answer = callback(event)
-                stop = answer if isinstance(answer, Stop) else stop
-            self._stop = self._stop or stop
-            return stop
-
-        return listen
-
-    def _finish(self, values: list[dict[str, Any]], wall: float) -> Result:
-        first = values[0]
+    def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float) -> Result:
+        first, told = values[0], [value["seen"] for value in values]
         run_id, run_dir = first["run"]  # worker 0's: where the script runs once per worker, others have made up theirs
         course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
         return Result(
@@ -299,9 +306,9 @@ class Trainer:
             samples=course.samples_before(first["steps"]),
             workers=len(values),
             wall_seconds=wall,
-            bytes_sent=sum(value["bytes_sent"] for value in values),
-            seconds={key: sum(value["seconds"][key] for value in values) / len(values) for key in first["seconds"]},
-            stopped=self._stop.reason if self._stop is not None and first["stopping"] == STOPPED else first["stopping"],
+            bytes_sent=sum(seen["bytes_sent"] for seen in told),
+            seconds={key: sum(seen["seconds"][key] for seen in told) / len(told) for key in told[0]["seconds"]},
+            stopped=watch.stop.reason if watch.stop is not None and first["stopping"] == STOPPED else first["stopping"],
         )
 
     def _stopped_by_signal(self, reason: str, result: Result) -> Preempted | Interrupted:
@@ -313,7 +320,15 @@ class Trainer:
             stopped = Preempted(f"shoal: stopped by SIGTERM {where}")
         else:
             stopped = Interrupted(f"shoal: stopped by Ctrl-C {where}")
-        Progress().warn(stopped.message)
+        print(stopped.message, file=sys.stderr, flush=True)
+        return stopped
+
+    def _ended_at_once(self) -> Interrupted:
+        where = f" in {self.run_dir}" if self.run_dir is not None else ""
+        stopped = Interrupted(
+            f"shoal: ended at once by a second Ctrl-C; go on from the last checkpoint{where} with resume='last'"
+        )
+        print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
     # -- after training ------------------------------------------------------------------------------------------------
@@ -379,8 +394,12 @@ class Trainer:
         return average
 
     def _run(self, body: Callable[[Session], Any]) -> list[Any]:
+        settings.current().entered += 1
         start = Start(seed=self.seed)
-        return run(body, start, workers=self.workers, engine=self.engine, listen=lambda event: None)
+        try:
+            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
+        except ShoalError as error:
+            raise error.with_traceback(None) from None
 
 
 @dataclass
@@ -390,11 +409,13 @@ class _Folder:
     trainer: Trainer
     loaded: Loaded | None
     resumed: Path | None
+    watch: Watch
 
     def __enter__(self) -> _Folder:
         trainer, loaded = self.trainer, self.loaded
         folder = trainer.run_dir
         continued = self.resumed is not None and (folder is None or folder.resolve() == self.resumed.resolve())
+        self.continued = continued
         known = str(loaded.meta.get("run_id") or "") if loaded is not None and continued else ""
         self.run_id = known or new_run_id(trainer.name)
         self.path = trainer.run_dir or (self.resumed if continued and self.resumed else runs_root() / self.run_id)
@@ -407,6 +428,17 @@ class _Folder:
                 self._held.close()
                 raise
         return self
+
+    def identity(self) -> Identity:
+        trainer = self.trainer
+        return Identity(
+            run_id=self.run_id,
+            name=trainer.name,
+            workers=trainer.workers,
+            run_dir=self.path,
+            config=trainer.config,
+            resumed=self.continued,
+        )
 
     def _about(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -423,7 +455,7 @@ class _Folder:
 
     def __exit__(self, *error: object) -> None:
         if self._held is not None:
-            self._held.close()
+            self._held.close(keep=self.watch.began)
 
 
 def _check_membership(workers: int, least: int | None, most: int | None) -> None:

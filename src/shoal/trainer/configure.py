@@ -1,0 +1,182 @@
+"""Where the values of a run come from: flags of `shoal run` beat the script's arguments, which beat the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from shoal.core import settings
+from shoal.core.errors import ConfigError
+from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Setting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Owner = TypeVar("Owner", bound="Configured")
+
+
+class Configured:
+    """What was made with arguments of which some may be overridden."""
+
+    config: dict[str, Setting]
+    """Every argument as plain data, and where it came from."""
+
+    def settle(self, **values: Any) -> None:
+        """What arguments that were left open have come to."""
+        for name, value in values.items():
+            self.config[name] = Setting(plain(value), self.config[name].origin)
+
+
+def configured(init: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
+    """For `__init__`: apply the overrides that are current, and keep every value with its origin in `config`."""
+    signature = inspect.signature(init)
+
+    def resolved(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return init(self, *args, **kwargs)  # Python's own words for what is missing
+        settings.current().made += 1
+        self.config = _apply(signature, bound.arguments, "the Trainer", skip=1)
+        return init(*bound.args, **bound.kwargs)
+
+    return functools.update_wrapper(resolved, init)
+
+
+def configured_call(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function: apply the overrides that are current. Inside, `config_of_call()` has all values and origins."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def resolved(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)
+        token = _config.set(_apply(signature, bound.arguments, f"shoal.{function.__name__}", skip=0))
+        try:
+            return function(*bound.args, **bound.kwargs)
+        finally:
+            _config.reset(token)
+
+    return resolved
+
+
+def config_of_call() -> dict[str, Setting]:
+    return _config.get()
+
+
+_config: ContextVar[dict[str, Setting]] = ContextVar("config")
+
+
+def _apply(signature: inspect.Signature, arguments: dict[str, Any], who: str, *, skip: int) -> dict[str, Setting]:
+    """Put the overrides into `arguments`, those of `signature` that were given."""
+    parameters = list(signature.parameters.values())[skip:]
+    overrides = settings.current().overrides
+    names = {parameter.name for parameter in parameters}
+    strange = [name for name, value in overrides.items() if name not in names and value is not None]
+    if strange:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
+        known = ", ".join(f"--{name.replace('_', '-')}" for name in overridable(names))
+        raise ConfigError(f"{flags}: {who} of this script has no such argument; it takes {known}")
+    config = {}
+    for parameter in parameters:
+        name = parameter.name
+        if name in overrides:
+            arguments[name] = overrides[name]
+            origin = FLAG
+        else:
+            origin = SCRIPT if name in arguments else DEFAULT
+        config[name] = Setting(plain(arguments.get(name, parameter.default)), origin)
+    return config
+
+
+def show_config(config: Mapping[str, Setting], who: str) -> None:
+    """Where training would begin: with `--show-config`, print the configuration instead, and leave."""
+    now = settings.current()
+    now.entered += 1
+    if not now.show_config:
+        return
+    if now.progress == "json":
+        print(msgspec.json.encode({name: msgspec.to_builtins(setting) for name, setting in config.items()}).decode())
+        raise SystemExit(0)
+    width = max(map(len, config))
+    print(f"{who}: what `shoal run` and the script say. A flag beats the script, the script beats the default.\n")
+    for name, setting in config.items():
+        print(f"  {name:{width}}  {setting.origin:7}  {setting.value}")
+    raise SystemExit(0)
+
+
+def overridable(names: set[str]) -> list[str]:
+    """Which of these arguments a flag can set: those that are plain values."""
+    return [name for name in FLAGS if name in names]
+
+
+FLAGS = (
+    "workers",
+    "batch_size",
+    "epochs",
+    "steps",
+    "layout",
+    "sync",
+    "codec",
+    "precision",
+    "engine",
+    "micro_batch",
+    "clip",
+    "ema",
+    "seed",
+    "deterministic",
+    "data_workers",
+    "name",
+    "run_dir",
+    "resume",
+    "checkpoint_every",
+    "keep",
+    "eval_every",
+)
+"""Arguments of the Trainer that `shoal run` has flags for."""
+
+
+def plain(value: Any) -> Any:
+    """A value of a configuration as data that can be shown and stored."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike):
+        return str(Path(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "name"):
+        return _spec(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    if isinstance(value, functools.partial):
+        name = f"partial of {plain(value.func)}"
+    size = _length(value)
+    return name if size is None else f"{name} of {size:,} items"
+
+
+def _spec(value: Any) -> str:
+    """As it would be written: `local:start=fork`."""
+    fields = {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+    said = ",".join(f"{key}={given}" for key, given in fields.items())
+    return f"{value.name}:{said}" if said else str(value.name)
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, type) or not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+        return None
+    try:
+        return len(value)
+    except Exception:  # whatever a user's data set says: it is asked again where it matters
+        return None

@@ -1,0 +1,195 @@
+"""From an exception on a worker to what a person reads: one line, then the worker's own traceback, then where and why.
+
+Python prints an exception's notes last, so that is where the traceback goes: what the screen ends with is the cause.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.core import errors
+from shoal.core.atoms import cut, share
+from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
+from shoal.core.traces import own_traceback, place_of
+from shoal.engines.local import Ended
+from shoal.trainer.logs import ERR, log_path
+from shoal.trainer.messages import Failed
+
+if TYPE_CHECKING:
+    from shoal.trainer.session import Session
+
+_MOST_TEXT = 200_000
+"""Characters of a message or a traceback."""
+
+_HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("MemoryError", "OutOfMemoryError", "can't allocate memory"),
+        "it ran out of memory: set micro_batch= to compute fewer samples at once, or use fewer workers",
+    ),
+    (
+        ("Expected more than 1 value per channel",),
+        "BatchNorm got a single sample: a worker has a slice of the batch, and the last batch of an epoch may be "
+        "short. Use a larger batch_size=, fewer workers, or GroupNorm or LayerNorm",
+    ),
+    (("Too many open files",), "raise the limit on open files (ulimit -n 65536), or set data_workers=0"),
+    (
+        ("No space left on device",),
+        "a disk or /dev/shm is full; `shoal doctor` shows both (in a container: docker run --shm-size=1g)",
+    ),
+    (
+        ("Cannot re-initialize CUDA in forked subprocess",),
+        "CUDA does not survive a fork: use engine='local:start=script', and leave CUDA alone before fit()",
+    ),
+    (
+        ("shapes cannot be multiplied", "size mismatch", "must match the size of tensor"),
+        "a shape does not fit: print the shapes of a batch in the loss, or of `collate([data[0], data[1]])`",
+    ),
+    (
+        ("expected scalar type", "must have the same dtype", "Found dtype"),
+        "a dtype does not fit: data often comes as float64 or int; convert it with .float() or .long()",
+    ),
+)
+
+
+# -- on the worker -----------------------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException, session: Session | None) -> Failed:
+    """What a worker tells of the error that ended it."""
+    where, step, positions = _where(session)
+    if isinstance(error, WorkerError) and error.step is not None:
+        step, positions = error.step, error.positions
+    name = type(error).__name__
+    if getattr(errors, name, type(error)) is not type(error):
+        # a user's own class that is called like one of ours
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return Failed(
+        kind=name,
+        message=_text(lambda: str(error)),
+        traceback=_text(lambda: own_traceback(error)),
+        where=where,
+        place=_text(lambda: place_of(error)),
+        step=step,
+        positions=positions,
+        culprit=error.worker if isinstance(error, WorkerError) else None,
+        secondary=isinstance(error, GroupError),
+    )
+
+
+def whole_traceback(error: BaseException) -> str:
+    """Every frame, for the log."""
+    text = _text(lambda: "".join(traceback.format_exception(error)).rstrip())
+    remote = error.worker_traceback if isinstance(error, ShoalError) else None
+    return f"{remote.rstrip()}\n\n{text}" if remote else text
+
+
+def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | None]:
+    """Where a worker is: in words, its step, and the positions that it computes of the global batch."""
+    if session is None or session.where is None:
+        return "", None, None
+    if session.evaluating:
+        return f" in the evaluation after step {session.step}", session.step, None
+    at = session.where
+    atoms = cut(at.samples)
+    mine = share(len(atoms), session.workers)[session.rank]
+    if mine.start == mine.stop:
+        return f" at step {at.step} (it has no samples of this batch)", at.step, None
+    positions = at.start + atoms[mine.start].start, at.start + atoms[mine.stop - 1].stop - 1
+    return f" at step {at.step} (positions {positions[0]}–{positions[1]} of its epoch)", at.step, positions
+
+
+def _text(make: Callable[[], str]) -> str:
+    """Text that can be sent, whatever a user's exception says of itself."""
+    try:
+        text = make()
+    except Exception as error:
+        text = f"(what it says cannot be shown: {type(error).__name__})"
+    if len(text) > _MOST_TEXT:
+        half, left_out = _MOST_TEXT // 2, len(text) - _MOST_TEXT
+        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
+
+
+# -- in the supervisor -------------------------------------------------------------------------------------------------
+
+
+def as_error(worker: int, workers: int, failed: Failed, logs: Path | None) -> ShoalError:
+    """The error to raise where the run was started, with the worker's traceback as its last note."""
+    kind = getattr(errors, failed.kind, None)
+    error: ShoalError
+    if isinstance(kind, type) and issubclass(kind, WorkerError):
+        worker = worker if failed.culprit is None else failed.culprit
+        error = kind(failed.message, worker=worker, step=failed.step, positions=failed.positions)
+    elif isinstance(kind, type) and issubclass(kind, ShoalError):
+        error = kind(failed.message)
+    else:
+        if failed.kind == "SystemExit":
+            what = f"called sys.exit({failed.message})"
+        else:
+            what = f"raised {failed.kind}: {failed.message}" if failed.message else f"raised {failed.kind}"
+        error = WorkerError(
+            f"worker {worker} {what}{failed.where}",
+            worker=worker,
+            step=failed.step,
+            positions=failed.positions,
+        )
+    error.worker_traceback = failed.traceback
+    error.add_note(_note(worker, workers, failed, logs))
+    return error
+
+
+def _note(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
+    facts = [f"worker {worker} of {workers}"]
+    if failed.step is not None:
+        facts.append(f"step {failed.step}")
+    if failed.positions is not None:
+        facts.append(f"data positions {failed.positions[0]}–{failed.positions[1]} of the epoch")
+    if failed.place:
+        facts.append(failed.place)
+    lines = [""]
+    if 'File "' in failed.traceback:  # else there is nothing but Shoal's frames, and the message says it all
+        lines += [f"Worker {worker}'s own traceback:\n", _indented(failed.traceback), ""]
+    lines.append(f"  {' · '.join(facts)}")
+    hint = hint_for(failed)
+    if hint:
+        lines.append(f"  hint: {hint}")
+    if logs is not None:
+        lines.append(f"  log:  {log_path(logs, worker, ERR)}")
+    return "\n".join(lines)
+
+
+def hint_for(failed: Failed) -> str:
+    said = f"{failed.kind}: {failed.message}"
+    for words, hint in _HINTS:
+        if any(word in said for word in words):
+            return hint
+    if failed.kind == DataError.__name__ and "could not be fetched" in failed.message:
+        item = failed.message.partition(" could not be fetched")[0]
+        return f"get that item by itself to see the cause: {item}"
+    return ""
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())
+
+
+def ended_error(end: Ended, logs: Path | None) -> WorkerError:
+    """A worker that ended without a word."""
+    why = ""
+    if end.signal is None:
+        how = f"left with exit code {end.code} in the middle of the run; look for os._exit in the code it runs"
+    else:
+        how = f"was killed by {signal.Signals(end.signal).name}"
+        if end.signal == signal.SIGKILL:
+            why = "; most often the machine ran out of memory: set micro_batch=, or use fewer workers"
+        elif end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+            where = "the stack of that moment is in its log" if logs else "run with PYTHONFAULTHANDLER=1 to see where"
+            why = f"; a native library crashed in it: {where}"
+    error = WorkerError(f"worker {end.worker} {how}{why}", worker=end.worker)
+    if logs is not None and log_path(logs, end.worker, ERR).exists():
+        error.add_note(f"\n  log:  {log_path(logs, end.worker, ERR)}")
+    return error

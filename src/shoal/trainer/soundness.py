@@ -1,0 +1,46 @@
+"""Whether the parameters are what they should be: finite, and equal on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_64_digest
+
+from shoal.comm.group import Group
+from shoal.core.errors import ConfigError, NotFiniteError
+
+Params = Sequence[tuple[str, nn.Parameter]]
+
+
+def refuse_not_finite(params: Params, step: int) -> None:
+    """A checkpoint of a model that is not finite would only be in the way of a sound one."""
+    for name, param in params:
+        if param.is_floating_point() and not torch.isfinite(param.detach().sum()):
+            if bool(torch.isfinite(param).all()):
+                continue
+            raise NotFiniteError(
+                f"parameter {name!r} is not finite after step {step - 1}; it is not checkpointed. Lower the "
+                "learning rate, or set clip=",
+                step=step - 1,
+            )
+
+
+def refuse_parted(params: Params, group: Group) -> None:
+    """After the first step: replicas must be equal, which a forward that changes parameters would break."""
+    sums = [xxh3_64_digest(_bytes(param)) for _, param in params]
+    told = group.gather_bytes(b"".join(sums))
+    for number, (name, _) in enumerate(params):
+        at = slice(8 * number, 8 * number + 8)
+        if any(other[at] != told[0][at] for other in told):
+            raise ConfigError(
+                f"parameter {name!r} differs between workers after the first step. Either its model was not "
+                "tracked, so that it started differently: session.track(net=net); or something other than the "
+                "optimizer changes it, in the forward or the loss: make it a buffer, or initialise it before training"
+            )
+
+
+def _bytes(param: Tensor) -> Any:
+    return param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

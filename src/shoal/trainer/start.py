@@ -1,0 +1,130 @@
+"""What the workers of a run start from, and how many there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.core.errors import ConfigError
+from shoal.core.events import Notice
+from shoal.core.spec import Local
+from shoal.engines.world import World
+from shoal.trainer.channel import Channel
+from shoal.trainer.session import Saving, Session
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Loaded
+
+Body = Callable[[Session], Any]
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+LOOPBACK = "127.0.0.1"
+ROOT_CAUSE_SECONDS = 2.0
+"""How long to wait for the worker whose end broke the others' group."""
+
+MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+"""More than that on this machine is a mistake, and would take minutes to find out."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the workers of a run start from. Workers get it by fork, or make it themselves: it is never sent."""
+
+    seed: int = 0
+    deterministic: bool = False
+    run_id: str = ""
+    run_dir: Path | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Loaded | None = None
+
+    @property
+    def logs(self) -> Path | None:
+        """Where workers log what they print; None leaves it on the screen."""
+        return None if self.run_dir is None else self.run_dir / "logs"
+
+    def session(self, group: Any, channel: Channel, device: torch.device, *, starts_equal: bool) -> Session:
+        checkpoints = None
+        if self.run_dir is not None and group.rank == 0:
+            # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+            from shoal.checkpoint import Checkpoints
+
+            checkpoints = Checkpoints(
+                self.run_dir / "checkpoints",
+                keep=self.keep,
+                warn=lambda text: channel.emit(Notice(step=0, text=text)),
+            )
+        return Session(
+            group,
+            channel,
+            device=device,
+            seed=self.seed,
+            deterministic=self.deterministic,
+            saving=Saving(checkpoints, self.checkpoint_every, self.meta),
+            loaded=self.loaded,
+            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,
+            starts_equal=starts_equal,
+            run_id=self.run_id,
+            run_dir=None if self.run_dir is None else str(self.run_dir),
+        )
+
+
+def check_workers(workers: object) -> int:
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise ConfigError(f"workers={workers!r} is of type {type(workers).__name__}; use a whole number of at least 1")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ConfigError(
+            f"workers={workers} is outside 1…{MOST_WORKERS}; use about as many as there are cores ({os.cpu_count()})"
+        )
+    return workers
+
+
+def default_workers(engine: Local) -> int:
+    """As many workers as the launcher has started, or as this process may use GPUs or else cores."""
+    world = World.detect(os.environ)
+    if world is not None:
+        return world.size
+    gpus = torch.cuda.device_count() if is_spmd(engine) else 0
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def is_spmd(engine: Local) -> bool:
+    """Whether the script runs once per worker, so that this process is a worker itself."""
+    return (
+        World.detect(os.environ) is not None
+        or engine.start == "script"
+        or (engine.start == "auto" and torch.cuda.is_available())
+    )
+
+
+def is_main_process() -> bool:
+    """False on the workers other than worker 0 of a script that runs once per worker."""
+    world = World.detect(os.environ)
+    return world is None or world.rank == 0
+
+
+def import_for_training() -> None:
+    """What the first optimizer would import, a second of it: once here, before the fork, instead of in every worker."""
+    for module in ("torch._dynamo", "torch.distributed"):
+        import_module(module)
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Within: torch takes deterministic algorithms where it has them."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,180 @@
+"""Workers forked from this process: their side, and the supervisor's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.comm.group import make_group
+from shoal.core.errors import ShoalError
+from shoal.core.events import Notice
+from shoal.data.parcel import seal, unseal
+from shoal.engines.local import Crew, Ended, LocalEngine, Message
+from shoal.trainer.channel import (
+    INTERRUPTED,
+    PREEMPTED,
+    STOPPED,
+    LinkChannel,
+    StopSignals,
+    leave_sigterm_to_the_supervisor,
+)
+from shoal.trainer.failure import as_error, describe, ended_error, whole_traceback
+from shoal.trainer.logs import Tail, begin_log, log_failure
+from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAsked, decode_up, encode
+from shoal.trainer.session import Session
+from shoal.trainer.start import (
+    GROUP_TIMEOUT,
+    LOOPBACK,
+    ROOT_CAUSE_SECONDS,
+    Body,
+    Start,
+    deterministic_algorithms,
+)
+from shoal.trainer.watch import Watcher
+from shoal.wire.link import Link, LinkClosed
+
+_TICK_SECONDS = 0.1
+_SIGNAL_NOTICE = {
+    PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
+    INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
+}
+
+
+def run_forked(body: Body, start: Start, workers: int, watch: Watcher, signals: StopSignals | None) -> list[Any]:
+    """`body(session)` on workers forked from this process; what each of them returned."""
+
+    def main(rank: int, link: Link, scratch: Path) -> None:
+        _worker(rank, workers, link, scratch, body, start)
+
+    with (
+        Tail(start.logs, workers, watch.output) as tail,
+        LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew,
+    ):
+        return _Supervisor(crew, watch, signals, tail).watch()
+
+
+def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, start: Start) -> None:
+    leave_sigterm_to_the_supervisor()
+    begin_log(start.logs, rank)
+    torch.set_num_threads(1)
+    channel = LinkChannel(link, speaks=rank == 0)
+    session: Session | None = None
+    failed: Failed | None = None
+    try:
+        distributed: Any = import_module("torch.distributed")
+        store = distributed.FileStore(str(scratch / "store"), workers)
+        group = make_group(store, rank, workers, torch.device("cpu"), timeout=GROUP_TIMEOUT, host=LOOPBACK)
+        session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
+        with deterministic_algorithms(start.deterministic):
+            value = body(session)
+            session.finish_saving()
+        channel.flush()
+        _flush_output()
+        parcel, buffers = seal(value)
+        link.send(encode(Returned()), [parcel, *buffers])
+    except LinkClosed:
+        os._exit(1)
+    except BaseException as error:
+        failed = describe(error, session)
+        if start.logs is not None:
+            log_failure(rank, whole_traceback(error))
+    # outside the except block: see comm.group
+    if failed is not None:
+        _flush_output()
+        with suppress(LinkClosed):
+            if session is not None:
+                session.close()
+            channel.flush()
+            link.send(encode(failed))
+    # Peers may still be in their last operation; the supervisor ends this process when all are done.
+    with suppress(LinkClosed):
+        while True:
+            link.recv()
+
+
+def _flush_output() -> None:
+    """What user code printed: the process will be killed, not left to end by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+class _Supervisor:
+    """Watches a crew until every worker has returned; the first failure ends all of them."""
+
+    def __init__(self, crew: Crew, watch: Watcher, signals: StopSignals | None, tail: Tail) -> None:
+        self._crew = crew
+        self._watch = watch
+        self._signals = signals
+        self._tail = tail
+        self._ticked = 0.0
+        self._values: dict[int, Any] = {}
+        self._step = 0
+        self._decided: str | None = None
+        self._passed_on = False
+
+    def watch(self) -> list[Any]:
+        while len(self._values) < self._crew.workers:
+            self._pass_on_stop()
+            arrival = self._crew.next(_TICK_SECONDS)
+            self._tick()
+            if isinstance(arrival, Ended):
+                raise ended_error(arrival, self._tail.folder)
+            if isinstance(arrival, Message):
+                self._take(arrival)
+        return [self._values[rank] for rank in range(self._crew.workers)]
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._ticked > _TICK_SECONDS:
+            self._tail.look()
+            self._watch.tick()
+            self._ticked = time.monotonic()
+
+    def _wanted(self) -> str | None:
+        return (self._signals.asked if self._signals is not None else None) or self._decided
+
+    def _pass_on_stop(self) -> None:
+        wanted = self._wanted()
+        if wanted is not None and not self._passed_on:
+            self._passed_on = True
+            self._crew.send(0, encode(StopAsked(wanted)))
+            if wanted in _SIGNAL_NOTICE:
+                self._watch(Notice(step=self._step, text=_SIGNAL_NOTICE[wanted]))
+
+    def _take(self, arrival: Message) -> None:
+        message = decode_up(arrival.header)
+        if isinstance(message, Returned):
+            parcel, *buffers = arrival.buffers
+            self._values[arrival.worker] = unseal(bytes(parcel), buffers)
+        elif isinstance(message, Failed):
+            raise self._root_cause(arrival.worker, message)
+        else:
+            self._tell(message)
+
+    def _tell(self, message: Happened) -> None:
+        for event in message.events:
+            self._step = event.step
+            if self._watch(event) is not None:
+                self._decided = STOPPED
+        if message.ask:
+            self._crew.send(0, encode(Decided(self._wanted())))
+
+    def _root_cause(self, worker: int, failed: Failed) -> ShoalError:
+        """The failure to show: if this worker only lost its peers, the one that left first."""
+        while failed.secondary:
+            arrival = self._crew.next(ROOT_CAUSE_SECONDS)
+            if isinstance(arrival, Ended):
+                return ended_error(arrival, self._tail.folder)
+            if arrival is None:
+                break
+            message = decode_up(arrival.header)
+            if isinstance(message, Failed) and not message.secondary:
+                worker, failed = arrival.worker, message
+        return as_error(worker, self._crew.workers, failed, self._tail.folder)

@@ -1,0 +1,107 @@
+"""Flags beat the script, the script beats the defaults, and each value knows where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core import settings, spec
+from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Settings
+from shoal.trainer.configure import FLAGS, plain
+
+
+def make(**given: Any) -> shoal.Trainer:
+    return shoal.Trainer(
+        nn.Linear(1, 1),
+        lambda model, batch: model(batch).square().mean(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        torch.zeros(12, 1),
+        **given,
+    )
+
+
+def origins(trainer: shoal.Trainer, *names: str) -> list[tuple[Any, str]]:
+    return [(trainer.config[name].value, trainer.config[name].origin) for name in names]
+
+
+def test_each_value_comes_from_the_first_that_says_something() -> None:
+    with settings.using(Settings(overrides={"workers": 2, "seed": 7})):
+        trainer = make(workers=4, batch_size=6)
+    assert (trainer.workers, trainer.seed, trainer.recipe.batch_size) == (2, 7, 6)
+    expected = [(2, FLAG), (7, FLAG), (6, SCRIPT), (3, DEFAULT)]
+    assert origins(trainer, "workers", "seed", "batch_size", "keep") == expected
+
+
+def test_without_flags_the_script_is_all_there_is() -> None:
+    trainer = make(workers=2, name="tide")
+    assert origins(trainer, "workers", "name", "codec") == [(2, SCRIPT), ("tide", SCRIPT), ("none", DEFAULT)]
+
+
+def test_values_that_were_left_open_are_shown_as_what_they_came_to() -> None:
+    trainer = make()
+    assert origins(trainer, "workers", "epochs") == [(trainer.workers, DEFAULT), (1, DEFAULT)]
+    assert trainer.config["name"].value == trainer.name
+
+
+def test_a_flag_that_the_trainer_refuses_is_refused_like_an_argument() -> None:
+    with (
+        settings.using(Settings(overrides={"batch_size": 0})),
+        pytest.raises(shoal.ConfigError, match="batch_size=0; it must be at least 1"),
+    ):
+        make(batch_size=4)
+
+
+def test_every_flag_is_an_argument_of_the_trainer() -> None:
+    assert set(FLAGS) <= set(make().config)
+
+
+def test_arguments_that_are_missing_are_told_in_pythons_words() -> None:
+    with pytest.raises(TypeError, match=r"missing 3 required positional arguments: 'loss', 'optimizer', and 'data'"):
+        shoal.Trainer(nn.Linear(1, 1))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrokers'"):
+        make(wrokers=2)
+
+
+def test_own_loops_take_flags_too(tmp_path: Path) -> None:
+    with settings.using(Settings(overrides={"workers": 2, "seed": 5})):
+        assert shoal.launch(lambda session: [session.workers, session.seed], 1) == [[2, 5], [2, 5]]
+
+
+def test_a_flag_that_an_own_loop_has_no_use_for_is_refused() -> None:
+    with (
+        settings.using(Settings(overrides={"batch_size": 8})),
+        pytest.raises(shoal.ConfigError, match=r"--batch-size: shoal\.launch of this script has no such .*--workers"),
+    ):
+        shoal.launch(lambda session: None, 1)
+
+
+def test_show_config_shows_it_and_does_not_train(capsys: pytest.CaptureFixture[str]) -> None:
+    with settings.using(Settings(overrides={"workers": 2}, show_config=True)) as now:
+        with pytest.raises(SystemExit) as leaving:
+            make(batch_size=4).fit()
+        assert leaving.value.code == 0 and now.entered == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["workers", "flag", "2"] in lines and ["batch_size", "script", "4"] in lines
+    assert ["keep", "default", "3"] in lines
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, None),
+        (3, 3),
+        (Path("a") / "b", "a/b"),
+        (spec.Local(), "local"),
+        (spec.Local(start="fork"), "local:start=fork"),
+        (["accuracy", len], ["accuracy", "len"]),
+        (nn.Linear(1, 1), "Linear"),
+        (torch.utils.data.TensorDataset(torch.zeros(1200, 1)), "TensorDataset of 1,200 items"),
+    ],
+)
+def test_values_as_data(value: Any, shown: Any) -> None:
+    assert plain(value) == shown
