@@ -1,0 +1,51 @@
+"""What a demo is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.trainer.result import Result
+    from shoal.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task with its data loaded. Made by the `prepare()` of its module, which raises ConfigError without data."""
+
+    title: str
+    about: str
+    """What there is to train on, one sentence."""
+    model: str
+    """What is trained, as in "A CNN"; its size is told behind it."""
+    arguments: dict[str, Any]
+    """Of the Trainer: all but workers, epochs, name and resume."""
+    epochs: int
+    """By default: under 40 seconds on two cores."""
+    example: str
+    """The script in examples/ that does the same, to be changed."""
+    before: Callable[[nn.Module], str] | None = None
+    """What the model can do untrained, if that says something."""
+    after: Callable[[Trainer, Result], str]
+    """The outcome, for someone who does not know what a loss is."""
+
+
+def package_folder(module: str, *, what: str, install: str) -> Path:
+    """The folder of an installed package, found without importing it. Raises ConfigError if there is none."""
+    found = find_spec(module)
+    if found is None or not found.submodule_search_locations:
+        raise missing_data(what=what, package=module, install=install)
+    return Path(found.submodule_search_locations[0])
+
+
+def missing_data(*, what: str, package: str, install: str) -> ConfigError:
+    """The error for data that comes with a package that is not installed."""
+    return ConfigError(f"The demo reads its {what} from {package}, which is not installed. Install it with: {install}")

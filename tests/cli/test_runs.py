@@ -1,0 +1,338 @@
+"""`shoal runs`, `show`, `tag` and `rm` on a store with a few runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from shoal.cli import runs
+from shoal.cli.compare import Screen
+from shoal.cli.export import complete_run
+from shoal.core.errors import ConfigError, RunDirError, RunNotFound
+from shoal.core.events import CheckpointSaved, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.settings import Setting
+from shoal.store.liveness import this_process
+from shoal.store.store import Store
+from shoal.store.values import NewRun, RunEnd
+from shoal.store.writing import Happened, RunWriter
+
+PROGRAM = """
+import sys, typer
+from shoal.cli import runs
+app = typer.Typer(pretty_exceptions_enable=False)
+app.callback()(lambda: None)
+runs.register(app)
+app()
+"""
+LOSSES = (2.0, 1.0, math.nan, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SHOAL_STORE", raising=False)
+    return tmp_path
+
+
+def stored(
+    run_id: str,
+    *,
+    name: str = "digits",
+    status: str = "complete",
+    created: float = 1000.0,
+    folder: Path | None = None,
+    error: str | None = None,
+) -> str:
+    """A run of four steps in the store. One that is running is run by this process."""
+    config = {"workers": Setting(2, "flag"), "batch_size": Setting(8, "script"), "codec": Setting("none", "default")}
+    alive = this_process()
+    new = NewRun(
+        id=run_id, name=name, created=created, workers=2, run_dir=str(folder) if folder else None, script="train.py",
+        command=["train.py", "--note", "two words"], config=config, environment={"python": "3.11.2"},
+        git_commit="abc123", git_dirty=True, version="0.1.0", host=alive.host, pid=alive.pid,
+        pid_started=alive.started, boot=alive.boot,
+    )  # fmt: skip
+    start = RunStarted(
+        step=0,
+        run_id=run_id,
+        run_dir=None,
+        workers=2,
+        total_steps=4,
+        steps_per_epoch=2,
+        samples_per_epoch=15,
+        batch_size=8,
+    )
+    happened = [Happened(created, start)]
+    for step, loss in enumerate(LOSSES, 1):
+        done = StepDone(step=step, epoch=(step - 1) // 2, loss=loss, samples=8, rates=[0.1], time=created + step)
+        happened.append(Happened(created + step, done))
+    happened.append(Happened(created + 5, EvalDone(step=4, epoch=1, metrics={"accuracy": 0.875})))
+    happened.append(
+        Happened(created + 5, WorkerSeen(step=4, worker=0, samples=15, seconds={"compute": 3.0, "idle": 1.0}))
+    )
+    if folder is not None:
+        (folder / "checkpoints" / "step-4").mkdir(parents=True)
+        (folder / "checkpoints" / "step-4" / "model.safetensors").write_bytes(b"x" * 5000)
+        (folder / "run.json").write_text(json.dumps({"run_id": run_id}))
+        path = str(folder / "checkpoints" / "step-4")
+        happened.append(Happened(created + 5, CheckpointSaved(step=4, path=path, best=True)))
+    end = None if status == "running" else RunEnd(status=status, step=4, loss=0.5, error=error, traceback=error)
+    with Store.open() as store:
+        writer = RunWriter(store, new)
+        writer.begin()
+        writer.write(happened, end)
+    return run_id
+
+
+def shoal(*args: str, input: str | None = None) -> Result:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    runs.register(app)
+    return CliRunner().invoke(app, args, input=input)
+
+
+def ids() -> list[str]:
+    with Store.open(create=False) as store:
+        return [run.id for run in store.runs()]
+
+
+def test_an_empty_store_says_what_to_do_first(home: Path) -> None:
+    told = shoal("runs")
+    assert told.exit_code == 0
+    assert "shoal demo" in told.stdout
+    assert json.loads(shoal("runs", "--json").stdout) == []
+    assert not (home / "home").exists(), "looking makes nothing"
+
+
+def test_a_pipe_gets_every_column_newest_first() -> None:
+    stored("old-1", created=1000.0)
+    stored("new\tone-2", name="other\n\x1b[31mname", status="failed", created=2000.0)
+    lines = [line.split("\t") for line in shoal("runs").stdout.splitlines()]
+    assert lines[0][:4] == ["id", "name", "status", "created"]
+    assert [line[0] for line in lines[1:]] == ["new one-2", "old-1"]
+    assert {len(line) for line in lines} == {11}
+    row = dict(zip(lines[0], lines[1], strict=True))
+    assert (row["name"], row["status"], row["steps"], row["loss"]) == ("other name", "failed", "4/4", "0.5")
+    assert (row["metrics"], row["seconds"], row["samples/s"]) == ("accuracy=0.875", "5", "6")
+
+
+def test_filters_and_limit() -> None:
+    for number in range(4):
+        stored(f"r-{number}", name="a" if number % 2 else "b", status="failed" if number == 3 else "complete",
+               created=number)  # fmt: skip
+    shoal("tag", "r-2", "best")
+
+    def listed(*args: str) -> list[str]:
+        return [run["id"] for run in json.loads(shoal("runs", "--json", *args).stdout)]
+
+    assert listed("-n", "2") == ["r-3", "r-2"]
+    assert listed("-n", "2", "--all") == ["r-3", "r-2", "r-1", "r-0"]
+    assert listed("--name", "a") == ["r-3", "r-1"]
+    assert listed("--status", "failed") == ["r-3"]
+    assert listed("--tag", "best") == ["r-2"]
+    assert "No run is like that" in shoal("runs", "--name", "zebra").stdout
+    assert shoal("runs", "--status", "tired").exit_code == 2
+    assert shoal("runs", "-n", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(("width", "there", "gone"), [(80, "loss", "samples/s"), (200, "samples/s", None)])
+def test_a_terminal_gets_what_fits(width: int, there: str, gone: str | None) -> None:
+    stored("digits-20261115-223530-0008", created=time.time() - 200)
+    shoal("tag", "last", "a" * 40)
+    with Store.open() as store:
+        text = runs.list_as_text(store.runs(), Screen(width, color=True), now=time.time())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert plain != text
+    assert max(map(len, plain.splitlines())) <= width
+    assert "digits-20261115-223530-0008  " in plain and "✓ complete" in plain and "3 min ago" in plain
+    assert there in plain
+    assert gone is None or gone not in plain
+
+
+def test_show_tells_everything(home: Path) -> None:
+    stored("digits-1", folder=home / "digits-1")
+    (home / "digits-1" / "report.html").write_text("")
+    shoal("tag", "digits-1", "best")
+    text = shoal("show", "digits").stdout
+    for part in (
+        "✓ complete", "4 of 4", "accuracy  0.875", "tags", "best", "train.py --note 'two words'",
+        "abc123, with changes",        "1 default not shown", "flag    2", "python  3.11.2", "step 4: ", "report.html",
+        "shoal run train.py --resume digits-1",
+    ):  # fmt: skip
+        assert part in text, part
+    assert re.search(r"worker .* compute +idle", text) and "75%" in text
+    assert "×" in text.partition("Loss")[2], "the loss that is not a number is seen in the curve"
+    assert "codec" not in text and "codec" in shoal("show", "digits", "--config").stdout
+    assert "EvalDone" not in text and "EvalDone" in shoal("show", "digits", "--events").stdout
+
+
+def test_show_of_a_failed_run_ends_with_the_traceback() -> None:
+    stored("bad-1", status="failed", error="ValueError: item 3\n  in __getitem__\x1b[2J")
+    text = shoal("show", "last").stdout
+    assert re.search(r"error +ValueError: item 3\n", text)
+    assert text.endswith("Traceback\nValueError: item 3\n  in __getitem__\n")
+
+
+def test_show_as_json() -> None:
+    stored("digits-1")
+    told = json.loads(shoal("show", "last", "--json", "--events").stdout)
+    assert told["run"]["config"]["workers"] == {"value": 2, "origin": "flag"}
+    assert [event["kind"] for event in told["events"]] == ["RunStarted", "EvalDone"]
+    assert "events" not in json.loads(shoal("show", "last", "--json").stdout)
+
+
+def test_show_writes_a_page(home: Path) -> None:
+    pytest.importorskip("shoal.monitor.page")
+    stored("digits-1")
+    page = home / "page.html"
+    assert "Wrote" in shoal("show", "last", "--html", str(page)).stdout
+    assert "digits-1" in page.read_text()
+    assert isinstance(shoal("show", "last", "--html", str(page)).exception, ConfigError), "it is there already"
+
+
+def test_a_run_without_steps_or_of_one_step_can_be_shown() -> None:
+    with Store.open() as store:
+        RunWriter(store, NewRun(id="none-1", name="none", created=1.0, workers=1)).begin()
+    told = shoal("show", "none-1")
+    assert told.exit_code == 0 and "0 of 0" in told.stdout
+    assert "\t0\t\t" in shoal("runs").stdout
+
+
+@pytest.mark.parametrize("command", [["show", "x"], ["tag", "x", "t"], ["rm", "x", "--yes"]])
+def test_an_unknown_run(command: list[str]) -> None:
+    stored("digits-1")
+    assert isinstance(shoal(*command).exception, RunNotFound)
+
+
+def test_tags_are_added_and_removed() -> None:
+    stored("digits-1")
+    assert shoal("tag", "last", "b", "a", "paper/t:2_x.y-z").stdout == "digits-1: a, b, paper/t:2_x.y-z\n"
+    assert shoal("tag", "a", "b", "never", "--remove").stdout == "digits-1: a, paper/t:2_x.y-z\n"
+    assert shoal("tag", "last", "a", "paper/t:2_x.y-z", "--remove").stdout == "digits-1: no tags\n"
+
+
+@pytest.mark.parametrize("tag", ["two words", "a,b", "", "x" * 65, "a\n"])
+def test_what_cannot_be_a_tag(tag: str) -> None:
+    stored("digits-1")
+    assert isinstance(shoal("tag", "last", "good", tag).exception, ConfigError)
+    with Store.open() as store:
+        assert store.find("last").tags == []
+
+
+def test_rm_removes_rows_and_folder(home: Path) -> None:
+    stored("a-1", folder=home / "a-1")
+    stored("b-2", folder=home / "b-2")
+    told = shoal("rm", "a-1", "a-1", "--yes")
+    assert told.exit_code == 0, told.output
+    assert str(home / "a-1") in told.stdout and "KiB" in told.stdout
+    assert not (home / "a-1").exists() and (home / "b-2").is_dir()
+    assert ids() == ["b-2"]
+    assert shoal("rm", "b-2", "--yes", "--keep-folder").exit_code == 0
+    assert (home / "b-2" / "checkpoints").is_dir() and ids() == []
+
+
+def test_rm_needs_a_yes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("a-1", folder=home / "a-1")
+    refused = shoal("rm", "a-1")
+    assert isinstance(refused.exception, ConfigError) and "--yes" in str(refused.exception)
+    monkeypatch.setattr(runs, "_is_answered", lambda: True)
+    for answer in ("n\n", "\n"):
+        told = shoal("rm", "a-1", input=answer)
+        assert told.exit_code == 1 and "Nothing was removed" in told.stdout
+        assert ids() == ["a-1"] and (home / "a-1" / "run.json").exists()
+    assert shoal("rm", "a-1", input="y\n").exit_code == 0
+    assert ids() == [] and not (home / "a-1").exists()
+
+
+def test_rm_leaves_a_run_that_is_running(home: Path) -> None:
+    stored("a-1", folder=home / "a-1")
+    stored("busy-1", status="running", folder=home / "busy-1")
+    assert isinstance(shoal("rm", "a-1", "busy-1", "--yes").exception, RunDirError)
+    assert sorted(ids()) == ["a-1", "busy-1"] and (home / "a-1").is_dir(), "all or none"
+
+
+@pytest.mark.parametrize("about", [None, "[]", '{"run_id": "other"}', "not json"])
+def test_rm_leaves_a_folder_that_is_not_the_runs(home: Path, about: str | None) -> None:
+    stored("a-1", folder=home / "a-1")
+    (home / "a-1" / "run.json").unlink()
+    if about is not None:
+        (home / "a-1" / "run.json").write_text(about)
+    told = shoal("rm", "a-1", "--yes")
+    assert told.exit_code == 0 and "stays" in told.stdout
+    assert ids() == [] and (home / "a-1" / "checkpoints").is_dir()
+
+
+def test_rm_leaves_what_the_run_did_not_write(home: Path) -> None:
+    project = home / "project"
+    stored("a-1", folder=project)
+    (project / "train.py").write_text("precious")
+    (project / "earlier" / "old-1").mkdir(parents=True)
+    shoal("rm", "a-1", "--yes")
+    assert sorted(path.name for path in project.iterdir()) == ["earlier", "train.py"]
+    stored("b-1", folder=home / "own")
+    shoal("rm", "b-1", "--yes")
+    assert not (home / "own").exists()
+
+
+def test_rm_does_not_follow_a_link(home: Path) -> None:
+    stored("a-1", folder=home / "real")
+    (home / "link").symlink_to(home / "real")
+    (home / "real" / "logs").symlink_to(home / "elsewhere")
+    (home / "elsewhere").mkdir()
+    (home / "elsewhere" / "kept").write_text("")
+    assert shoal("rm", "a-1", "--yes").exit_code == 0
+    assert (home / "elsewhere" / "kept").exists()
+
+
+def test_a_folder_that_cannot_be_removed_keeps_its_row(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("a-1", folder=home / "a-1")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    assert isinstance(shoal("rm", "a-1", "--yes").exception, RunDirError)
+    assert ids() == ["a-1"]
+
+
+def test_completion_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("a-1", name="alpha")
+    stored("b-1", name="twice")
+    stored("b-2", name="twice")
+    assert complete_run("")[0][0] == "last"
+    assert [word for word, _ in complete_run("a")] == ["a-1", "alpha"]
+    assert [word for word, _ in complete_run("t")] == [], "a name of two runs means neither"
+    monkeypatch.setenv("SHOAL_STORE", "nonsense://")
+    assert complete_run("") == []
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    stored("a-1")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "runs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_listing_imports_nothing_heavy() -> None:
+    stored("a-1")
+    finished = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", PROGRAM, "show", "last"], capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 0, finished.stderr
+    imported = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines()}
+    assert "shoal.store.store" in imported
+    assert not imported & {"torch", "numpy", "matplotlib", "rich.console", "pyarrow"}
