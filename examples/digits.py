@@ -1,16 +1,22 @@
 """Train a small network on scikit-learn's handwritten digits.
 
-    python examples/digits.py --workers 2
+pip install scikit-learn
+python examples/digits.py --workers 2
 """
 
 import argparse
+import sys
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal import Trainer
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    sys.exit("This example reads its images from scikit-learn, which is missing: pip install scikit-learn")
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--workers", type=int, default=2)

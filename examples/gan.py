@@ -1,5 +1,6 @@
 """Train a GAN on scikit-learn's handwritten digits: an own loop with two networks, two optimizers, two phases per step.
 
+    pip install scikit-learn
     python examples/gan.py --workers 2
 
 A step is one batch of all workers together. Its first phase trains the critic to tell real images from made ones, its
@@ -8,13 +9,18 @@ samples, not by the worker: the result is the same for any number of workers, up
 """
 
 import argparse
+import sys
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import softplus
 
 import shoal
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    sys.exit("This example reads its images from scikit-learn, which is missing: pip install scikit-learn")
 
 parser = argparse.ArgumentParser(description="Train a GAN on handwritten digits.")
 parser.add_argument("--workers", type=int, default=2)
