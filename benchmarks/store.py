@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from ratios import FEWEST, median_interval
 TARGET_SECONDS = 0.5
 COST_TARGET = 0.01
 BATCH, WIDTH, ITEMS = 64, 64, 6400
+WINDOW_SECONDS, SETTLE_SECONDS = 4.0, 1.5
 
 
 def fill(folder: Path, runs: int, steps: int) -> None:
@@ -146,20 +147,72 @@ def _report(what: str, times: list[tuple[float, float]], target: float | None = 
     print(f"  {what:<48} {np.median(walls):7.1f} ms   {min(walls):.1f} .. {max(walls):.1f}   CPU {cpu:.1f} ms{aim}")
 
 
-def cost(rounds: int, steps: int) -> None:
-    """Each round has one run with a store and one without, in an order that changes."""
-    rates: dict[str, list[float]] = {"store": [], "none": []}
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        for number in range(rounds + 1):
-            arms = ["store", "none"] if number % 2 else ["none", "store"]
-            for arm in arms:
-                rate = _train_once(arm, Path(name), steps)
-                if number:  # the first round fills caches
-                    rates[arm].append(rate)
-        recorded = _recorded(Path(name))
+def cost(rounds: int) -> None:
+    """One training whose steps are recorded in every other window of time: whatever else changes, changes for both."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from shoal import Stop, Trainer
+    from shoal.core.events import AnyEvent, StepDone
+    from shoal.store.recorder import Recorder
+
+    times: list[float] = []
+    record = Recorder.__call__
+
+    def record_in_turns(recorder: Recorder, event: AnyEvent) -> None:
+        if not isinstance(event, StepDone) or _window(event.time, times) % 2:
+            record(recorder, event)
+
+    def note(event: AnyEvent) -> Stop | None:
+        if isinstance(event, StepDone):
+            times.append(event.time)
+            return Stop() if _window(event.time, times) >= 2 * rounds + 2 else None
+        return None
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 10))
+    data = TensorDataset(torch.randn(ITEMS, WIDTH), torch.randint(10, (ITEMS,)))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        os.environ |= {"SHOAL_HOME": folder, "SHOAL_PROGRESS": "quiet"}
+        os.environ.pop("SHOAL_STORE", None)
+        Recorder.__call__ = record_in_turns  # type: ignore[method-assign]
+        Trainer(
+            model,
+            loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            data=data,
+            workers=2,
+            batch_size=BATCH,
+            steps=10**9,
+            run_dir=Path(folder) / "run",
+            callbacks=[note],
+        ).fit()
+        recorded = _recorded(Path(folder))
+    _print_cost(_rates(times, rounds), recorded, len(times))
+
+
+def _window(when: float, times: Sequence[float]) -> int:
+    return int((when - times[0]) / WINDOW_SECONDS) if times else 0
+
+
+def _rates(times: Sequence[float], rounds: int) -> dict[str, list[float]]:
+    """Steps per second in each window, without its beginning, in which what came before may still be written."""
+    rates: dict[str, list[float]] = {"none": [], "store": []}
+    for window in range(2, 2 * rounds + 2):  # the first two fill caches
+        begin = times[0] + window * WINDOW_SECONDS + SETTLE_SECONDS
+        end = times[0] + (window + 1) * WINDOW_SECONDS
+        inside = [when for when in times if begin <= when < end]
+        rates["store" if window % 2 else "none"].append((len(inside) - 1) / (inside[-1] - inside[0]))
+    return rates
+
+
+def _print_cost(rates: dict[str, list[float]], recorded: int, steps: int) -> None:
     ratios = [without / having for having, without in zip(rates["store"], rates["none"], strict=True)]
     added = median_interval([ratio - 1 for ratio in ratios])
-    print(f"2 workers, {rounds} rounds of {steps} steps; {recorded} steps are in the store")
+    print(
+        f"2 workers, {len(ratios)} pairs of windows of {WINDOW_SECONDS:g} s; {recorded} of {steps} steps are in the store"
+    )
     for arm, values in rates.items():
         print(f"  {arm:<6} {np.median(values):7.1f} steps/s   {min(values):.1f} .. {max(values):.1f}")
     print(
@@ -168,58 +221,11 @@ def cost(rounds: int, steps: int) -> None:
     )
 
 
-def _train_once(arm: str, folder: Path, steps: int) -> float:
-    variables = os.environ | {"SHOAL_HOME": str(folder), "SHOAL_PROGRESS": "quiet", "OMP_NUM_THREADS": "1"}
-    variables.pop("SHOAL_STORE", None)
-    if arm == "none":
-        variables["SHOAL_STORE"] = "none"
-    with tempfile.TemporaryDirectory(prefix="bench-run-") as run_dir:
-        command = [sys.executable, __file__, "train", "--steps", str(steps), "--folder", run_dir]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"training failed: {done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
-
-
 def _recorded(folder: Path) -> int:
     from shoal.store.store import Store
 
     with Store.open(f"sqlite:///{folder / 'shoal.db'}", create=False) as store:
         return sum(len(store.steps(run.id)) for run in store.runs())
-
-
-def train(folder: Path, steps: int) -> None:
-    """Print the steps per second of a small training, the first tenth left out: that is where the store is opened."""
-    import torch
-    from torch import nn
-    from torch.utils.data import TensorDataset
-
-    from shoal import Trainer
-    from shoal.core.events import AnyEvent, StepDone
-
-    times: list[float] = []
-
-    def note(event: AnyEvent) -> None:
-        if isinstance(event, StepDone):
-            times.append(time.perf_counter())
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 10))
-    data = TensorDataset(torch.randn(ITEMS, WIDTH), torch.randint(10, (ITEMS,)))
-    trainer = Trainer(
-        model,
-        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        data=data,
-        workers=2,
-        batch_size=BATCH,
-        steps=steps,
-        run_dir=folder / "run",
-        callbacks=[note],
-    )
-    trainer.fit()
-    lead = len(times) // 10
-    print((len(times) - lead - 1) / (times[-1] - times[lead]))
 
 
 def _folder(given: Path | None) -> Iterator[Path]:
@@ -233,24 +239,22 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fill", "read", "cost", "train"])
+    parser.add_argument("what", choices=["fill", "read", "cost"])
     parser.add_argument("--folder", type=Path, help="of the store; without it `read` fills one of its own first")
     parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--steps", type=int, help="per run: 10,000 to fill, 2,000 to train")
-    parser.add_argument("--rounds", type=int, default=9, help=f"at least {FEWEST} for cost")
+    parser.add_argument("--steps", type=int, default=10_000, help="per run")
+    parser.add_argument("--rounds", type=int, default=15, help=f"at least {FEWEST} for cost")
     given = parser.parse_args()
     for folder in _folder(given.folder):
         match given.what:
             case "fill":
-                fill(folder, given.runs, given.steps or 10_000)
+                fill(folder, given.runs, given.steps)
             case "read":
                 if not (folder / "shoal.db").exists():
-                    fill(folder, given.runs, given.steps or 10_000)
+                    fill(folder, given.runs, given.steps)
                 read(folder, given.rounds)
             case "cost":
-                cost(given.rounds, given.steps or 2_000)
-            case "train":
-                train(folder, given.steps or 2_000)
+                cost(given.rounds)
 
 
 if __name__ == "__main__":

@@ -207,11 +207,11 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
     return overrides
 
 
-def _progress(*, json: bool, plain: bool, quiet: bool) -> str:
+def _progress(*, json: bool, plain: bool, quiet: bool) -> str | None:
     asked = [name for name, wanted in (("json", json), ("plain", plain), ("quiet", quiet)) if wanted]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(f'--{name}' for name in asked)} were given; use one of them")
-    return asked[0] if asked else os.environ.get("SHOAL_PROGRESS") or "auto"
+    return asked[0] if asked else None
 
 
 def _listeners(

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.errors import ConfigError
 from shoal.core.events import Callback
 
 FLAG, SCRIPT, DEFAULT = "flag", "script", "default"
@@ -34,7 +35,8 @@ class Settings:
     """One for the process. The overrides are of arguments that `Trainer` and `launch` have, by name."""
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    progress: str = "auto"
+    progress: str | None = None
+    """One of `PROGRESS`; None is $SHOAL_PROGRESS, or auto."""
     verbose: bool = False
     show_config: bool = False
     store: str | None = None
@@ -51,6 +53,14 @@ class Settings:
 
 def current() -> Settings:
     return _current
+
+
+def progress_mode() -> str:
+    """How progress is to be shown. Raises ConfigError for a word that $SHOAL_PROGRESS cannot have."""
+    mode = _current.progress or os.environ.get("SHOAL_PROGRESS") or "auto"
+    if mode not in PROGRESS:
+        raise ConfigError(f"SHOAL_PROGRESS={mode!r} is not known; use {', '.join(PROGRESS)}")
+    return mode
 
 
 @contextmanager
@@ -74,4 +84,4 @@ def without_reports() -> Iterator[None]:
         _current.report = before
 
 
-_current = Settings(progress=os.environ.get("SHOAL_PROGRESS") or "auto")
+_current = Settings()

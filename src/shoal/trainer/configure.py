@@ -104,7 +104,7 @@ def show_config(config: Mapping[str, Setting], who: str) -> None:
     now.entered += 1
     if not now.show_config:
         return
-    if now.progress == "json":
+    if settings.progress_mode() == "json":
         print(msgspec.json.encode({name: msgspec.to_builtins(setting) for name, setting in config.items()}).decode())
         raise SystemExit(0)
     width = max(map(len, config))

@@ -88,7 +88,8 @@ class Watch:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         now = settings.current()
         self._main = is_main_process()
-        self._display = Display(now.progress if self._main else "quiet", verbose=now.verbose)
+        self._mode = settings.progress_mode() if self._main else "quiet"
+        self._display = Display(self._mode, verbose=now.verbose)
         self._callbacks = callbacks
         self._listeners: list[Callback] = []
         self._identity: Identity | None = None
@@ -284,8 +285,7 @@ class Watch:
                 temporary = folder / f".{REPORT}.new"
                 temporary.write_text(render_html(summary), encoding="utf-8")
                 temporary.rename(folder / REPORT)
-        now = settings.current()
-        if not failed and now.report and now.progress not in ("quiet", "json"):
+        if not failed and settings.current().report and self._mode not in ("quiet", "json"):
             from rich.console import Console
 
             from shoal.monitor.report import print_report
