@@ -13,6 +13,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from shoal.cli import compare
+from shoal.cli.plot import curve_of
+from shoal.cli.text import ago
 from shoal.core.errors import ConfigError, RunNotFound
 from shoal.core.events import EvalDone, RunStarted, StepDone
 from shoal.core.settings import Setting
@@ -116,7 +118,7 @@ def test_pauses_are_left_out_of_the_time() -> None:
         writer = RunWriter(store, NewRun(id="a", name="a", created=1000.0, workers=2))
         writer.begin()
         writer.write([Happened(9000.0, again), Happened(9001.0, done)], RunEnd(status="complete", step=3))
-        curve = compare.curve_of(store, store.find("a"), "loss")
+        curve = curve_of(store, store.find("a"), "loss")
     assert curve.seconds == [1.0, 2.0, 3.0]
 
 
@@ -159,4 +161,4 @@ def test_a_plot_that_is_there_stays(home: Path) -> None:
     ("seconds", "text"), [(-3, "just now"), (59, "59 s ago"), (200, "3 min ago"), (7200, "2 h ago"), (2e5, "2 d ago")]
 )
 def test_ago(seconds: float, text: str) -> None:
-    assert compare.ago(seconds) == text
+    assert ago(seconds) == text

@@ -17,11 +17,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli import checks, diagnosis, examination, machine, network, selftest, software
-from shoal.cli import doctor as command
-from shoal.cli.cgroups import Cgroups
-from shoal.cli.checks import FIX_ORDER, Check, Finding, Outcome, Status, fail, fix_first, ok, run_checks, warn
-from shoal.cli.child import Ran, run_child
+from shoal.cli.doctor import checks, command, diagnosis, examination, machine, network, selftest, software
+from shoal.cli.doctor.cgroups import Cgroups
+from shoal.cli.doctor.checks import FIX_ORDER, Check, Finding, Outcome, Status, fail, fix_first, ok, run_checks, warn
+from shoal.cli.doctor.child import Ran, run_child
 from shoal.core.errors import StoreError
 from shoal.engines.world import World
 
@@ -728,7 +727,7 @@ def test_progress_lines() -> None:
 
 PROGRAM = """
 import typer
-from shoal.cli.doctor import register
+from shoal.cli.doctor.command import register
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.callback()(lambda: None)
 register(app)
@@ -805,7 +804,8 @@ def test_help_teaches_and_imports_no_torch() -> None:
     assert finished.returncode == 0
     for part in ("How to read it", "--no-self-test", "--workers 16", "--json", "Exit code 0"):
         assert part in finished.stdout
-    code = "import sys, shoal.cli.doctor, shoal.cli.examination; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    modules = "shoal.cli.doctor.command, shoal.cli.doctor.examination"
+    code = f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.run(python(code), capture_output=True, text=True, timeout=60).stdout == "False False\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shoal.cli import export
+from shoal.cli import export, output
 from shoal.core.errors import ConfigError, RunNotFound
 from shoal.core.events import EvalDone, RunStarted, StepDone, WorkerSeen
 from shoal.store.store import Store
@@ -135,7 +135,7 @@ def test_a_file_that_comes_meanwhile_stays(home: Path) -> None:
         target.write_text("theirs")
 
     with pytest.raises(ConfigError):
-        export.write_file(target, fill, force=False)
+        output.write_file(target, fill, force=False)
     assert [path.name for path in home.iterdir() if path.is_file()] == ["x.csv"]
     assert target.read_text() == "theirs"
 
@@ -147,7 +147,7 @@ def test_what_fails_half_way_leaves_nothing(home: Path) -> None:
 
     (home / "x.csv").write_text("before")
     with pytest.raises(KeyboardInterrupt):
-        export.write_file(home / "x.csv", fill, force=True)
+        output.write_file(home / "x.csv", fill, force=True)
     assert [path.name for path in home.iterdir() if path.is_file()] == ["x.csv"]
     assert (home / "x.csv").read_text() == "before"
 

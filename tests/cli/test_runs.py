@@ -15,9 +15,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shoal.cli import runs
-from shoal.cli.compare import Screen
-from shoal.cli.export import complete_run
+from shoal.cli import rm, runs, show, tag
+from shoal.cli.references import complete_run
+from shoal.cli.text import Screen
 from shoal.core.errors import ConfigError, RunDirError, RunNotFound
 from shoal.core.events import CheckpointSaved, EvalDone, RunStarted, StepDone, WorkerSeen
 from shoal.core.settings import Setting
@@ -28,10 +28,11 @@ from shoal.store.writing import Happened, RunWriter
 
 PROGRAM = """
 import sys, typer
-from shoal.cli import runs
+from shoal.cli import rm, runs, show, tag
 app = typer.Typer(pretty_exceptions_enable=False)
 app.callback()(lambda: None)
-runs.register(app)
+for command in (runs, show, tag, rm):
+    command.register(app)
 app()
 """
 LOSSES = (2.0, 1.0, math.nan, 0.5)
@@ -97,7 +98,8 @@ def stored(
 def shoal(*args: str, input: str | None = None) -> Result:
     app = typer.Typer()
     app.callback()(lambda: None)
-    runs.register(app)
+    for command in (runs, show, tag, rm):
+        command.register(app)
     return CliRunner().invoke(app, args, input=input)
 
 
@@ -192,7 +194,7 @@ def test_show_as_json() -> None:
 
 
 def test_show_writes_a_page(home: Path) -> None:
-    pytest.importorskip("shoal.monitor.page")
+    pytest.importorskip("shoal.monitor.report.page")
     stored("digits-1")
     page = home / "page.html"
     assert "Wrote" in shoal("show", "last", "--html", str(page)).stdout
@@ -245,7 +247,7 @@ def test_rm_needs_a_yes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored("a-1", folder=home / "a-1")
     refused = shoal("rm", "a-1")
     assert isinstance(refused.exception, ConfigError) and "--yes" in str(refused.exception)
-    monkeypatch.setattr(runs, "_is_answered", lambda: True)
+    monkeypatch.setattr(rm, "_is_answered", lambda: True)
     for answer in ("n\n", "\n"):
         told = shoal("rm", "a-1", input=answer)
         assert told.exit_code == 1 and "Nothing was removed" in told.stdout

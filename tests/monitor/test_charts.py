@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.monitor.charts import even_ticks, step_axis, tick_labels, time_axis, value_axis
+from shoal.monitor.report.charts import even_ticks, step_axis, tick_labels, time_axis, value_axis
 
 
 def test_ticks_are_round_and_labels_tell_them_apart() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.core.events import EvalDone, Notice, Preparing, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
-from shoal.monitor.display import Display
-from shoal.monitor.live import LiveView
-from shoal.monitor.notebook import NotebookView
-from shoal.monitor.plain import PlainView
+from shoal.monitor.display.display import Display
+from shoal.monitor.display.live import LiveView
+from shoal.monitor.display.notebook import NotebookView
+from shoal.monitor.display.plain import PlainView
 
 
 class Clock:
@@ -87,7 +87,7 @@ def test_plain_verbose_adds_a_line_per_worker() -> None:
     display(seen(1, 6.0))
     display(seen(0, 6.0))
     display(done(1))
-    told = "10 samples/s  compute 50%  exchange 25%  data wait 12%  rest 12%  3.0 GB"
+    told = "10 samples/s  compute 50%  exchange 25%  data wait 12%  rest 12%  3.0 GiB"
     assert stream.getvalue().splitlines()[2:] == [f"shoal: worker 0  {told}", f"shoal: worker 1  {told}"]
 
 
@@ -270,7 +270,7 @@ def test_unknown_words_are_refused() -> None:
 
 def test_plain_imports_neither_rich_nor_ipython() -> None:
     program = (
-        "import sys; from shoal.monitor.display import Display; d = Display(); d.warn('a'); d.close()\n"
+        "import sys; from shoal.monitor.display.display import Display; d = Display(); d.warn('a'); d.close()\n"
         "print(sorted({'rich', 'IPython', 'torch', 'numpy'} & set(sys.modules)))"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

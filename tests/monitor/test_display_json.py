@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.core.events import EvalDone, Notice, RunEnded, RunStarted, StepDone
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 
 
 class Clock:

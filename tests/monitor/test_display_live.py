@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.core.events import EvalDone, Preparing, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 
 _TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r|\n)|([^\x1b\r\n]+)")
 
@@ -222,8 +222,8 @@ def test_verbose_has_a_line_per_worker(device: int) -> None:
     train(display, clock, 20)
     assert terminal.screen.lines[5:] == [
         "folder runs/digits",
-        "worker  samples/s  compute  exchange  data wait  rest  memory",
-        *(f"     {worker}        160      70%       18%         6%    6%  512 MB" for worker in range(4)),
+        "worker  samples/s  compute  exchange  data wait  rest   memory",
+        *(f"     {worker}        160      70%       18%         6%    6%  512 MiB" for worker in range(4)),
     ]
     display.close()
 
@@ -374,7 +374,7 @@ def test_a_second_display_meanwhile_prints_lines_above(device: int, monkeypatch:
 PROGRAM = """
 import logging, os, sys, threading
 from shoal.core.events import RunStarted, StepDone
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 
 logging.basicConfig(format="logged %(message)s")
 display = Display()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.core.events import EvalDone, Notice, Preparing, RunEnded, RunStarted, StepDone, WorkerSeen
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 
 
 class Clock:
@@ -95,7 +95,7 @@ def test_one_output_with_the_figures_and_the_final_line(cell: Cell) -> None:
     assert "&lt;b&gt;r1" in html and "<b>r1" not in html
     assert "a &amp; b" in html
     assert "width:100.0%" in html
-    assert "1.0 GB" in html
+    assert "1.0 GiB" in html
     assert "indexing" not in html
     assert text.splitlines()[-4:] == [
         "compute 75%  exchange 0%  data wait 25%  rest 0%",
@@ -138,7 +138,7 @@ def test_what_workers_print_goes_to_the_cell(cell: Cell, capsys: pytest.CaptureF
 CELL = """
 import sys, time
 from shoal.core.events import RunEnded, RunStarted, StepDone
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 display = Display()
 display(RunStarted(step=0, run_id="r1", run_dir=None, workers=1, total_steps=3, steps_per_epoch=3, samples_per_epoch=3))
 for step in range(1, 4):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.events import RunEnded, RunStarted, StepDone, WorkerSeen
-from shoal.monitor.tally import Tally
+from shoal.monitor.display.tally import Tally
 
 
 class Clock:

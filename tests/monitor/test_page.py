@@ -25,8 +25,8 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
-from shoal.monitor.page import render_html
-from shoal.monitor.summary import Baseline, Summary
+from shoal.monitor.report.page import render_html
+from shoal.monitor.report.summary import Baseline, Summary
 
 BEGIN = 1_760_000_000.0
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&\x1b[31m\u202e\ud800"
@@ -301,7 +301,7 @@ def test_drawings_have_no_values_that_are_not_numbers() -> None:
 
 def test_a_good_run_says_how_it_went() -> None:
     text = Tags(render_html(good_run())).text
-    for words in ("complete, 2,000 steps", "0.9722", "86 %", "Worker 2 computed longest", "digits-11aa", "437 MiB"):
+    for words in ("complete, 2,000 steps", "0.9722", "86%", "Worker 2 computed longest", "digits-11aa", "437 MiB"):
         assert words in text
     for words in ("Loss", "accuracy", "Learning rate", "Samples per second", "Where time went", "Environment"):
         assert words in text

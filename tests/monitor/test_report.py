@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from shoal.core.events import CheckpointSaved, EvalDone, Notice, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
-from shoal.monitor.advice import advice
-from shoal.monitor.numerals import clean, duration, figure, percent, short, size
-from shoal.monitor.report import cells_of, print_report
-from shoal.monitor.summary import PARTS, Baseline, Summary
+from shoal.monitor.report.advice import advice
+from shoal.monitor.report.summary import PARTS, Baseline, Summary
+from shoal.monitor.report.terminal import cells_of, print_report
 
 BEGIN = 1_000_000.0
 EVIL = "[bold red]<script>\x1b[2J\x1b]0;title\x07\u202e"
@@ -63,10 +62,10 @@ def test_a_complete_run() -> None:
     for words in (
         "a: complete, 100 steps in 1 min 40 s on 2 workers",
         "0.5 (step 1: 0.5) · evaluation: loss 0.6, accuracy 0.9",
-        "8 samples/s, 1 steps/s · 2.00 times one worker (efficiency 100 %, against a-0)",
-        "exchange 20 %",
+        "8 samples/s, 1 steps/s · 2.00 times one worker (efficiency 100%, against a-0)",
+        "exchange 20%",
         "20.5 KiB per step, 2.0 MiB in all",
-        "worker 1 computed longest, 2 % above the mean · peak memory 1.0 GiB (worker 0)",
+        "worker 1 computed longest, 2% above the mean · peak memory 1.0 GiB (worker 0)",
         "1 notice",
         "/runs/a-1/report.html",
         "shoal show a-1",
@@ -120,8 +119,8 @@ def test_a_bar_has_as_many_cells_as_it_is_wide(width: int) -> None:
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ({"compute": 0.37, "data": 0.63}, "63 % of the time workers waited for data: raise data_workers= (now 1)"),
-        ({"compute": 0.5, "exchange": 0.5}, "50 % of the time went into exchanging gradients"),
+        ({"compute": 0.37, "data": 0.63}, "63% of the time workers waited for data: raise data_workers= (now 1)"),
+        ({"compute": 0.5, "exchange": 0.5}, "50% of the time went into exchanging gradients"),
         ({"compute": 0.65, "eval": 0.35}, "raise eval_every="),
         ({"compute": 0.85, "checkpoint": 0.15}, "raise checkpoint_every="),
         ({"compute": 0.3, "data": 0.25, "exchange": 0.45}, "exchanging gradients"),
@@ -154,21 +153,3 @@ def test_too_many_workers_are_said_to_be_so() -> None:
     assert "2 workers were 1.1 times as fast as one" not in advice(summary)
     summary.baseline = Baseline("a-0", 1, 10.0)
     assert "2 workers were 0.8 times as fast as one" in advice(summary)
-
-
-def test_numbers_read_well() -> None:
-    values = (0.0, 0.12345, 1234.5, 1e-5, float("nan"), None)
-    assert [figure(value) for value in values] == ["0", "0.1235", "1,234", "1e-05", "NaN", "–"]
-    assert [short(value) for value in (0, 250, 1000, 2.5e6, 1e-5)] == ["0", "250", "1k", "2.5M", "1e-05"]
-    assert [size(n) for n in (0, 1023, 1024, 300 << 20, 5 << 40, 1 << 60)] == [
-        "0 bytes", "1023 bytes", "1.0 KiB", "300 MiB", "5.0 TiB", "1,048,576 TiB"
-    ]  # fmt: skip
-    assert [duration(s) for s in (0.04, 59.6, 61, 3700, 90_000)] == [
-        "0.0 s",
-        "1 min 00 s",
-        "1 min 01 s",
-        "1 h 01 min",
-        "1 d 01 h",
-    ]
-    assert [percent(share) for share in (0, 0.001, 0.5)] == ["0 %", "<1 %", "50 %"]
-    assert clean("a\x1b[31mb\x00\ud800\n") == "ab\ufffd\ufffd\n"

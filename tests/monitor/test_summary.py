@@ -22,8 +22,8 @@ from shoal.core.events import (
     WorkerSeen,
 )
 from shoal.core.settings import Setting
-from shoal.monitor.series import Series
-from shoal.monitor.summary import MOST_SERIES, MOST_TEXT, Baseline, Summary, as_setting, shortened
+from shoal.monitor.report.series import Series
+from shoal.monitor.report.summary import MOST_SERIES, MOST_TEXT, Baseline, Summary, as_setting, shortened
 from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
 
 BEGIN = 1_000_000.0

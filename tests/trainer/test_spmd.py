@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -272,6 +273,32 @@ def test_torchrun_shows_the_exception_of_one_worker(folder: Path) -> None:
         assert job.end() != 0
         said = job.said()
     assert "LookupError: nothing there" in said and "in bad_loss" in said
+    assert re.search(r"worker \d of 2 · step \d+ · data positions \d+–\d+ of the epoch · .*\.py:\d+ in bad_loss", said)
+
+
+def test_an_item_that_a_worker_of_its_own_cannot_fetch_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here Shoal's error and the user's are of one process: leaving out the frames of one must not lose the other."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setattr(spmd, "_store", None)
+
+    class Torn(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise OSError("torn")
+
+    with pytest.raises(shoal.DataError) as caught:
+        shoal.Trainer(
+            torch.nn.Linear(1, 1), lambda model, batch: batch.sum(), torch.optim.SGD, Torn(), batch_size=4
+        ).fit()
+    assert "in __getitem__" in str(caught.value.worker_traceback)
+    assert "worker 0 of 1 · step 0" in caught.value.__notes__[-1] and "OSError: torn" in caught.value.__notes__[-1]
 
 
 def test_sigterm_to_torchrun_checkpoints_and_the_run_goes_on_elsewhere(folder: Path, task: dict[str, Any]) -> None:

@@ -1,37 +1,25 @@
-"""`shoal compare`, and how figures of runs are written and set side by side."""
+"""`shoal compare`: in what runs differ, and their curves."""
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import shutil
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.export import (
-    NOTHING,
-    AsJson,
-    Runs,
-    duration,
-    figure,
-    open_store,
-    size,
-    speed,
-    write,
-    write_file,
-    write_json,
-)
+from shoal.cli.output import write, write_file, write_json
+from shoal.cli.pace import speed
+from shoal.cli.plot import curve_of, draw
+from shoal.cli.references import AsJson, Runs, open_store
+from shoal.cli.text import Column, Screen, grid, shown_value
 from shoal.core.errors import ConfigError
+from shoal.monitor.wording import NOTHING, duration, figure, size
 
 if TYPE_CHECKING:
     from shoal.store.store import Store
-    from shoal.store.values import RunInfo, StepRow
+    from shoal.store.values import RunInfo
 
 ABOUT = """\
 Say in what runs differ: their configuration, and what came of it. Differences
@@ -43,106 +31,8 @@ are to the first run.
   [cyan]shoal compare a b c --plot a.svg --metric accuracy[/cyan]
 """
 
-POINTS = 2000
-"""Steps per curve, evenly thinned out."""
 _BY_SHARE = ("seconds", "samples/s", "bytes sent")
 _ENDINGS = (".png", ".svg", ".pdf")
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
-"""Told apart also by those who do not see all colours."""
-STATUS = {
-    "running": ("●", "cyan"),
-    "complete": ("✓", "green"),
-    "stopped": ("■", "yellow"),
-    "interrupted": ("■", "yellow"),
-    "preempted": ("↻", "yellow"),
-    "failed": ("✗", "red"),
-    "killed": ("✗", "red"),
-    "lost": ("?", "magenta"),
-}
-
-
-@dataclass(frozen=True)
-class Screen:
-    """Where text goes: `width` is None where it must not be cut, as in a pipe."""
-
-    width: int | None
-    color: bool
-
-    @staticmethod
-    def now() -> Screen:
-        terminal = sys.stdout.isatty()
-        plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-        return Screen(shutil.get_terminal_size().columns if terminal else None, terminal and not plain)
-
-    def style(self, text: str, **style: Any) -> str:
-        return typer.style(text, **style) if self.color else text
-
-    def status(self, status: str) -> str:
-        glyph, color = STATUS.get(status, ("·", "white"))
-        return self.style(f"{glyph} {status}", fg=color)
-
-    def heading(self, text: str) -> str:
-        return self.style(text, bold=True)
-
-
-@dataclass(frozen=True)
-class Column:
-    """`rank` says which columns stay when there is no room for all: the lowest. One of rank 0 always stays."""
-
-    title: str
-    cells: Sequence[str]
-    rank: int = 0
-    right: bool = False
-
-    @property
-    def width(self) -> int:
-        return max(map(visible, (self.title, *self.cells)))
-
-
-def visible(text: str) -> int:
-    """How many places `text` takes on a screen."""
-    return len(_ESCAPE.sub("", text))
-
-
-def grid(columns: Sequence[Column], screen: Screen, *, indent: str = "") -> str:
-    """Columns side by side, two spaces between them: as many as the screen has room for, the lowest ranks first."""
-    kept: list[Column] = []
-    for column in sorted(columns, key=lambda column: column.rank):
-        if column.rank == 0 or screen.width is None or _width([*kept, column]) + len(indent) <= screen.width:
-            kept.append(column)
-    kept.sort(key=columns.index)
-    rows = [[_place(column, cell) for column, cell in zip(kept, cells, strict=True)] for cells in _cells(kept)]
-    if any(column.title for column in kept):
-        rows.insert(0, [screen.style(_place(column, column.title), dim=True) for column in kept])
-    return "".join(f"{indent}{'  '.join(row)}".rstrip() + "\n" for row in rows)
-
-
-def _cells(columns: Sequence[Column]) -> list[tuple[str, ...]]:
-    return list(zip(*(column.cells for column in columns), strict=True))
-
-
-def _width(columns: Sequence[Column]) -> int:
-    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
-
-
-def _place(column: Column, cell: str) -> str:
-    space = " " * (column.width - visible(cell))
-    return space + cell if column.right else cell + space
-
-
-def ago(seconds: float) -> str:
-    """`just now`, `3 min ago`. A clock that is ahead counts as now."""
-    if seconds < 5:
-        return "just now"
-    unit, name = next(pair for pair in _UNITS if seconds >= pair[0])
-    return f"{int(seconds // unit)} {name} ago"
-
-
-def shown_value(value: Any) -> str:
-    """A setting as one would write it, on one line."""
-    return value if isinstance(value, str) and value and value.isprintable() else repr(value)
 
 
 def register(app: typer.Typer) -> None:
@@ -178,6 +68,14 @@ def compare(
     if plot is not None:
         write_file(plot, lambda path: draw(curves, found, metric, path), force=force)
         typer.echo(f"Wrote {plot}", err=as_json)
+
+
+def _no_such_metric(store: Store, runs: Sequence[RunInfo], metric: str) -> str:
+    names = {name for run in runs for name in run.metrics}
+    names |= {name for run in runs for step in store.steps(run.id, most=50) for name in step.logs}
+    if metric == "loss" and not names:
+        return "There is nothing to plot: none of these runs has done a step"
+    return f"--metric {metric}: none of these runs has it; there is {', '.join(sorted(names | {'loss'}))}"
 
 
 def differing(runs: Sequence[RunInfo]) -> dict[str, list[Any]]:
@@ -266,107 +164,3 @@ def _change(before: float | None, after: float | None, *, share: bool) -> str:
     if share:
         return f"({(after - before) / before:+.1%})" if before else ""
     return f"({after - before:+,})" if isinstance(after - before, int) else f"({after - before:+.3g})"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One figure of one run: `x` are steps, `seconds` the time since the run started, pauses left out."""
-
-    x: list[int]
-    seconds: list[float]
-    y: list[float]
-    evaluations: list[tuple[int, float, float]]
-    """Step, seconds, value."""
-
-
-def curve_of(store: Store, run: RunInfo, metric: str) -> Curve:
-    """What the run's steps and evaluations say about `metric`; empty where they say nothing."""
-    steps = store.steps(run.id, most=POINTS)
-    events = store.events(run.id)
-    clock = _clock(run, steps, [event.time for event in events if event.kind == "RunStarted"])
-    points = [(step, step.loss if metric == "loss" else step.logs.get(metric)) for step in steps]
-    kept = [(step, float(value)) for step, value in points if value is not None]
-    evaluations = [
-        (event.step, clock(event.time), float(event.data["metrics"][metric]))
-        for event in events
-        if event.kind == "EvalDone" and event.data.get("metrics", {}).get(metric) is not None
-    ]
-    return Curve(
-        [step.step for step, _ in kept],
-        [clock(step.time) for step, _ in kept],
-        [value for _, value in kept],
-        evaluations,
-    )
-
-
-def _clock(run: RunInfo, steps: Sequence[StepRow], starts: Sequence[float]) -> Callable[[float], float]:
-    """Turns a time into seconds since the start, without the pauses before each resume."""
-    begun = starts[0] if starts else steps[0].time if steps else run.created
-    pauses = [
-        (start, start - max((step.time for step in steps if step.time <= start), default=start)) for start in starts[1:]
-    ]
-    return lambda moment: max(0.0, moment - begun - sum(pause for start, pause in pauses if moment >= start))
-
-
-def _no_such_metric(store: Store, runs: Sequence[RunInfo], metric: str) -> str:
-    names = {name for run in runs for name in run.metrics}
-    names |= {name for run in runs for step in store.steps(run.id, most=50) for name in step.logs}
-    if metric == "loss" and not names:
-        return "There is nothing to plot: none of these runs has done a step"
-    return f"--metric {metric}: none of these runs has it; there is {', '.join(sorted(names | {'loss'}))}"
-
-
-def draw(curves: Sequence[Curve], runs: Sequence[RunInfo], metric: str, path: Path) -> None:
-    """Draw the curves against steps and against time. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "Plots are drawn by matplotlib, which is not installed. Install it with: pip install 'shoal[plot]'   "
-            "(or: pip install matplotlib)"
-        ) from error
-    drawing = Figure(figsize=(11, 5), dpi=150, layout="constrained")
-    by_step, by_time = drawing.subplots(1, 2, sharey=True)
-    longest = max(
-        (time for curve in curves for time in (*curve.seconds, *(at[1] for at in curve.evaluations))), default=0
-    )
-    unit, name = next(((unit, name) for unit, name in _UNITS[1:] if longest >= 3 * unit), _UNITS[-1])
-    for index, (curve, run) in enumerate(zip(curves, runs, strict=True)):
-        color, label = _COLORS[index % len(_COLORS)], f"{run.id} ({run.workers} worker{'s'[: run.workers != 1]})"
-        steps, times = [float(step) for step in curve.x], [second / unit for second in curve.seconds]
-        _draw_curve(by_step, steps, curve.y, color, label)
-        _draw_curve(by_time, times, curve.y, color, "")
-        marks = {"color": color, "marker": "o", "markersize": 5, "markeredgecolor": "white"}
-        marks["linestyle"] = "none" if curve.y else "-"
-        values = [value for _, _, value in curve.evaluations]
-        label = f"{run.id}, evaluation" if values else ""
-        by_step.plot([step for step, _, _ in curve.evaluations], values, label=label or "_", **marks)
-        by_time.plot([time / unit for _, time, _ in curve.evaluations], values, **marks)
-    by_step.set(xlabel="step", ylabel=metric)
-    by_time.set(xlabel=f"time in {name}, pauses left out")
-    for axes in (by_step, by_time):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    drawing.savefig(path)
-
-
-def _draw_curve(axes: Any, x: list[float], y: list[float], color: str, label: str) -> None:
-    """Many points: every one faintly, and their mean over 2 % of the curve on top. NaN is a gap."""
-    if not y:
-        return
-    if len(y) < 100:
-        axes.plot(x, y, color=color, linewidth=1.6, label=label or "_", marker="." if len(y) == 1 else None)
-        return
-    axes.plot(x, y, color=color, linewidth=0.8, alpha=0.25)
-    axes.plot(x, _smoothed(y, len(y) // 50), color=color, linewidth=1.8, label=label or "_")
-
-
-def _smoothed(values: list[float], window: int) -> list[float]:
-    """Each value's mean with those around it. What is not finite stays a gap, and does not spread."""
-    half = window // 2
-    means = []
-    for place, value in enumerate(values):
-        near = [other for other in values[max(0, place - half) : place + half + 1] if math.isfinite(other)]
-        means.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
-    return means

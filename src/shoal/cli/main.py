@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.cli import compare, doctor, export, logs, run, runs
+from shoal.cli import compare, export, logs, rm, run, runs, show, tag
+from shoal.cli.doctor import command as doctor
 from shoal.core.errors import EXIT_INTERRUPTED, ShoalError
 
 ABOUT = """\
@@ -103,7 +104,7 @@ def demo(
     run_demo(task.value, workers=workers, epochs=epochs, resume=resume)
 
 
-for module in (run, runs, compare, export, logs, doctor):
+for module in (run, runs, show, tag, rm, compare, export, logs, doctor):
     module.register(app)
 
 _QUICK = ("runs", "show", "tag", "export", "logs")

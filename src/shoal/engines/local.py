@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.engines.lifeline import die_with_parent
 from shoal.engines.zygote import EXIT_RAISED, Ask, Body, Report, Tell, ask, fork, run_zygote
+from shoal.store.liveness import is_there
 from shoal.wire.link import FrameError, Link, LinkClosed, milliseconds
 
 if TYPE_CHECKING:
@@ -59,18 +60,8 @@ def _sweep() -> None:
             found = folder.stat()
             # The age: a process of another container that shares this folder has a number that means nothing here.
             old = time.time() - found.st_mtime > _ABANDONED_SECONDS
-            if old and found.st_uid == os.getuid() and owner.isdecimal() and not _lives(int(owner)):
+            if old and found.st_uid == os.getuid() and owner.isdecimal() and not is_there(int(owner)):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 @dataclass(frozen=True)

@@ -1,167 +1,107 @@
-"""How a run is put into words: the same in a terminal, a notebook and plain lines."""
+"""Numbers, times and foreign text as a person reads them: on a display, in a report and from the command line.
+
+The command line imports it for its quickest commands, so it needs nothing but the standard library.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from shoal.core.events import EvalDone, Preparing, RunEnded, RunStarted
-from shoal.monitor.tally import Shares, Tally, WorkerTally
-
-_MOST_FIGURES = 8
-_MOST_NAME = 24
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
-
-
-class Item(NamedTuple):
-    """One figure with the words around it; `value` is what the eye should find."""
-
-    before: str
-    value: str
-    after: str = ""
-
-    @property
-    def text(self) -> str:
-        return f"{self.before}{self.value}{self.after}"
+NOTHING = "–"
+"""Stands where there is no value."""
+_NOT_FOR_READERS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles and links
+    r"|(?P<odd>[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069])"
+)
+"""Terminal sequences, which are left out, and control characters, lone surrogates and reversals of writing, which are
+replaced."""
 
 
-def started(event: RunStarted) -> str:
-    workers = "1 worker" if event.workers == 1 else f"{event.workers} workers"
-    begins = f", from step {event.step}" if event.step else ""
-    where = f" in {event.run_dir}" if event.run_dir else ""
-    return f"{event.run_id or 'run'}: {event.total_steps} steps on {workers}{begins}{where}"
-
-
-def evaluated(event: EvalDone, total: int) -> str:
-    figures = "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-    return f"step {of(event.step, total)}  epoch {event.epoch + 1}  evaluation: {figures}"
-
-
-def ended(event: RunEnded, total: int) -> str:
-    return f"{event.reason} at step {of(event.step, total)}  loss {event.loss:.4g}"
-
-
-def of(step: int, total: int) -> str:
-    return f"{step}/{total}" if total > 0 else str(step)
-
-
-def prepared(event: Preparing) -> str:
-    """How far it is, as `120/720 MB`; empty if nothing is known."""
-    unit = f" {event.unit}" if event.unit else ""
-    if event.total > 0:
-        return f"{min(event.done, event.total):.6g}/{event.total:.6g}{unit}"
-    return f"{event.done:.6g}{unit}" if event.done else ""
-
-
-def duration(seconds: float) -> str:
-    """As `0:07`, `1:02:03` or `3 d 4 h`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours_of_day = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours_of_day} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def memory(size: int) -> str:
-    return f"{size / 2**30:.1f} GB" if size >= 1000 * 2**20 else f"{size / 2**20:.0f} MB"
-
-
-def rate(samples_per_second: float) -> str:
-    """Whole samples, unless they are so few that this would say nothing."""
-    return f"{samples_per_second:.0f}" if samples_per_second >= 10 else f"{samples_per_second:.2g}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
+def clean(text: str) -> str:
+    """Text from a run, safe to show: it cannot move a cursor, hide what follows, or fail to be encoded."""
+    return _NOT_FOR_READERS.sub(lambda found: "\ufffd" if found["odd"] else "", text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
-    """Without line breaks and other signs that move a cursor."""
-    return _CONTROL.sub(" ", text)
+    """As `clean`, and on one line."""
+    return " ".join(clean(text).split())
 
 
-def shortened(text: str, most: int) -> str:
-    text = one_line(text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def figure(value: float | None) -> str:
+    """Four digits, in a form that fits a table: 0.1234, 12.34, 12,340, 1.234e-05. Whole numbers are whole."""
+    if value is None:
+        return NOTHING
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.4g}"
 
 
-def title(tally: Tally) -> list[Item]:
-    """What runs, and where it is."""
-    run = tally.run
-    if run is None:
-        return []
-    items = [Item("", shortened(run.run_id or "run", 40))]
-    if run.name and run.name not in run.run_id:
-        items.append(Item("", shortened(run.name, 40)))
-    items.append(Item("", str(run.workers), " worker" if run.workers == 1 else " workers"))
-    return items
+def short(value: float) -> str:
+    """For the ticks of an axis: 250, 1k, 2.5M, 1e-05."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if limit <= abs(value) < 1e15:
+            return f"{value / limit:.4g}{unit}"
+    return f"{value:.4g}"
 
 
-def position(tally: Tally) -> list[Item]:
-    items = [Item("step ", of(tally.step, tally.total))]
-    if tally.last is not None:
-        items.append(Item("epoch ", of(tally.last.epoch + 1, tally.epochs)))
-    return items
+def size(count: float | None) -> str:
+    """Bytes, by powers of 1024 as memory is counted."""
+    if count is None:
+        return NOTHING
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    power = min(4, int(math.log2(count) // 10))
+    count, unit = count / 1024**power, ("KiB", "MiB", "GiB", "TiB")[power - 1]
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.1f} {unit}"
 
 
-def quality(tally: Tally) -> list[Item]:
-    """Loss now and on the last step, and what the step logged."""
-    if tally.last is None:
-        return []
-    items = [] if tally.loss is None else [Item("loss ", f"{tally.loss:.4g}")]
-    return [*items, Item("last ", f"{tally.last.loss:.4g}"), *_figures(tally.last.logs)]
+def duration(seconds: float) -> str:
+    """3.2 s, 42 s, 4 min 12 s, 2 h 05 min, 3 d 04 h."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return NOTHING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
-def evaluation(tally: Tally) -> list[Item]:
-    done = tally.evaluation
-    if done is None:
-        return []
-    return [Item("evaluation at step ", str(done.step), ":"), *_figures(done.metrics)]
+def percent(share: float) -> str:
+    """0%, <1%, 42%."""
+    return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
 
 
-def pace(tally: Tally) -> list[Item]:
-    items = [] if tally.rate is None else [Item("", rate(tally.rate), " samples/s")]
-    if tally.run is not None:
-        items.append(Item("", duration(tally.elapsed), " elapsed"))
-    if tally.stalled is not None:
-        items.append(Item("no step for ", duration(tally.stalled)))
-    elif tally.seconds_left is not None:
-        items.append(Item("", duration(tally.seconds_left), " left"))
-    return items
+def moment(when: float | None) -> str:
+    """In local time, with its offset."""
+    return NOTHING if when is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(when))
 
 
-def shares(parts: Shares | None) -> list[Item]:
-    if parts is None:
-        return []
-    names = ("compute ", "exchange ", "data wait ", "rest ")
-    return [Item(name, percent(part)) for name, part in zip(names, parts, strict=True)]
+def counted(number: int, one: str, many: str = "") -> str:
+    """1 worker, 2 workers."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def worker_items(worker: int, tally: WorkerTally) -> list[Item]:
-    items = [Item("worker ", str(worker))]
-    if tally.rate is not None:
-        items.append(Item("", rate(tally.rate), " samples/s"))
-    return [*items, *shares(tally.shares), Item("", memory(tally.memory))]
-
-
-def worker_rows(tally: Tally) -> Iterator[list[str]]:
-    """Worker, samples/s, the four shares, memory; in order of workers."""
-    for number, worker in sorted(tally.workers.items()):
-        parts = worker.shares
-        told = ["-"] * 4 if parts is None else [percent(part) for part in parts]
-        yield [str(number), "-" if worker.rate is None else rate(worker.rate), *told, memory(worker.memory)]
-
-
-def joined(items: list[Item]) -> str:
-    return "  ".join(item.text for item in items)
-
-
-def _figures(values: Mapping[str, float]) -> list[Item]:
-    items = [
-        Item(f"{shortened(str(name), _MOST_NAME)} ", f"{value:.4g}")
-        for name, value in list(values.items())[:_MOST_FIGURES]
-    ]
-    more = len(values) - _MOST_FIGURES
-    return [*items, Item("and ", str(more), " more")] if more > 0 else items
+def environment_words(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a run ran on, a line for each part; what is empty is left out."""
+    lines = []
+    for name, value in environment.items():
+        if name == "memory" and isinstance(value, (int, float)):
+            text = size(value)
+        elif isinstance(value, Mapping):
+            joint = " " if name == "packages" else "="
+            text = ", ".join(f"{key}{joint}{part}" for key, part in value.items())
+        else:
+            text = str(value)
+        if text and value is not None:
+            lines.append((str(name), text))
+    return lines

@@ -63,7 +63,7 @@ def _is_alive(process: Process) -> bool:
         return False
     started = _started(process.pid)
     if started is None:
-        return _is_there(process.pid)
+        return is_there(process.pid)
     if started < 0:
         return False
     return not process.started or abs(started - process.started) < 0.005  # less than one tick
@@ -82,8 +82,8 @@ def _started(pid: int) -> float | None:
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _is_there(pid: int) -> bool:
-    """For systems without /proc, or where it hides the processes of others."""
+def is_there(pid: int) -> bool:
+    """Whether there is a process of that number. True also where that cannot be told."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

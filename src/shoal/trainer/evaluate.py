@@ -14,10 +14,10 @@ from shoal.core.atoms import Span, forwards, share
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.keys import derive
 from shoal.data.fetch import Fetcher, Piece, Request, check_data
+from shoal.trainer.device import moved
 from shoal.trainer.loss import read_loss
 from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
 from shoal.trainer.session import Session
-from shoal.trainer.step import moved
 
 LossFn = Callable[[nn.Module, Any], Any]
 PredictFn = Callable[[nn.Module, Any], Any]

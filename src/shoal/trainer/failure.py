@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shoal.core import errors
 from shoal.core.atoms import cut, share
 from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
@@ -78,6 +80,17 @@ def describe(error: BaseException, session: Session | None) -> Failed:
         culprit=error.worker if isinstance(error, WorkerError) else None,
         secondary=isinstance(error, GroupError),
     )
+
+
+def explain(error: Exception, session: Session) -> None:
+    """In a process that is a worker itself: add to an error, which leaves as it is, what a supervisor would tell."""
+    failed = describe(error, session)
+    if not isinstance(error, ShoalError):
+        # Python prints its traceback itself
+        failed = msgspec.structs.replace(failed, traceback="")
+    elif not failed.secondary:
+        error.worker_traceback = failed.traceback
+    error.add_note(_note(session.rank, session.workers, failed, None))
 
 
 def whole_traceback(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.core.errors import CheckpointError, ConfigError, RunDirError
 from shoal.store.home import shoal_home
+from shoal.store.liveness import is_there
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
@@ -83,7 +84,7 @@ class RunDir:
             except BlockingIOError:
                 holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
                 # workers share the lock: those of a run that was killed hold it for the moment in which they die
-                if _is_alive(holder) or time.monotonic() > deadline:
+                if (holder.isdecimal() and is_there(int(holder))) or time.monotonic() > deadline:
                     self._refuse(holder)
                 time.sleep(0.02)
         os.ftruncate(self._lock, 0)
@@ -149,17 +150,6 @@ class RunDir:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _is_alive(pid: str) -> bool:
-    """True also where that cannot be told, such as a process of another machine or user."""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def read_about(path: Path) -> dict[str, Any]:

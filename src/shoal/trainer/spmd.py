@@ -18,6 +18,7 @@ from shoal.core.events import Notice
 from shoal.engines.script import ended, run_script_on, take_listener
 from shoal.engines.world import World
 from shoal.trainer.channel import DirectChannel, StopSignals
+from shoal.trainer.failure import explain
 from shoal.trainer.session import Session
 from shoal.trainer.start import (
     GROUP_TIMEOUT,
@@ -64,7 +65,11 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
             session = start.session(group, channel, device, starts_equal=world.size == 1)
             _refuse_other_checkpoints(session, start.loaded)
             with deterministic_algorithms(start.deterministic), closing(session):
-                value = body(session)
+                try:
+                    value = body(session)
+                except Exception as error:
+                    explain(error, session)
+                    raise
                 session.finish_saving()
                 values = session.gather(value)
             _farewell(store, world)

@@ -22,6 +22,7 @@ from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.loader import Loader, Stream
 from shoal.syncs.allreduce import Exchange
 from shoal.trainer.channel import REASONS
+from shoal.trainer.device import moved
 from shoal.trainer.loss import read_loss
 
 if TYPE_CHECKING:
@@ -492,15 +493,3 @@ class Step:
         if self.span.stop == self._loop.course.size:
             session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         return update
-
-
-def moved(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(moved(part, device) for part in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(moved(part, device) for part in tree)
-    if isinstance(tree, dict):
-        return {key: moved(part, device) for key, part in tree.items()}
-    return tree.to(device) if hasattr(tree, "to") else tree

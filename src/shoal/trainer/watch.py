@@ -32,13 +32,13 @@ from shoal.core.events import (
 )
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
-from shoal.monitor.display import Display
+from shoal.monitor.display.display import Display
 from shoal.store.home import NO_STORE, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.start import is_main_process
 
 if TYPE_CHECKING:
-    from shoal.monitor.summary import Summary
+    from shoal.monitor.report.summary import Summary
     from shoal.store.recorder import Recorder
 
 REPORT = "report.html"
@@ -190,7 +190,7 @@ class Watch:
         self._identity = identity
         if not self._main:
             return
-        from shoal.monitor.summary import Summary
+        from shoal.monitor.report.summary import Summary
 
         self._summary = Summary()
         if (settings.current().store or store_url()) != NO_STORE:
@@ -271,7 +271,7 @@ class Watch:
         self._recorder.close(end)
 
     def _report(self, *, failed: bool) -> None:
-        from shoal.monitor.page import render_html
+        from shoal.monitor.report.page import render_html
 
         assert self._identity is not None and self._summary is not None
         summary = self._summary
@@ -288,14 +288,14 @@ class Watch:
         if not failed and settings.current().report and self._mode not in ("quiet", "json"):
             from rich.console import Console
 
-            from shoal.monitor.report import print_report
+            from shoal.monitor.report.terminal import print_report
 
             print_report(summary, Console(stderr=True))
 
     def _from_store(self, summary: Summary) -> Summary:
         """With what only the store knows: earlier parts of a resumed run, and a run on one worker to compare with."""
-        from shoal.monitor.baseline import find_baseline
-        from shoal.monitor.summary import Summary
+        from shoal.monitor.report.baseline import find_baseline
+        from shoal.monitor.report.summary import Summary
         from shoal.store.store import Store
 
         assert self._identity is not None
