@@ -211,7 +211,7 @@ def _print_cost(rates: dict[str, list[float]], recorded: int, steps: int) -> Non
     ratios = [without / having for having, without in zip(rates["store"], rates["none"], strict=True)]
     added = median_interval([ratio - 1 for ratio in ratios])
     print(
-        f"2 workers, {len(ratios)} pairs of windows of {WINDOW_SECONDS:g} s; {recorded} of {steps} steps are in the store"
+        f"2 workers, {len(ratios)} pairs of windows of {WINDOW_SECONDS:g} s; {recorded} of {steps} steps were recorded"
     )
     for arm, values in rates.items():
         print(f"  {arm:<6} {np.median(values):7.1f} steps/s   {min(values):.1f} .. {max(values):.1f}")

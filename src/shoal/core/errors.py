@@ -45,6 +45,8 @@ class ShoalError(Exception):
     """Where the error came from another process: its traceback there, as text."""
     place: str = ""
     """And the line of the user's code where it happened, if that is known."""
+    facts: str = ""
+    """Worker, step, positions, line and a hint, as they are printed after the traceback."""
 
 
 class ConfigError(ShoalError, ValueError):

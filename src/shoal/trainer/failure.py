@@ -90,7 +90,7 @@ def explain(error: Exception, session: Session) -> None:
         failed = msgspec.structs.replace(failed, traceback="")
     elif not failed.secondary:
         error.worker_traceback = failed.traceback
-    error.add_note(_note(session.rank, session.workers, failed, None))
+    _tell(error, session.rank, session.workers, failed, None)
 
 
 def whole_traceback(error: BaseException) -> str:
@@ -151,11 +151,22 @@ def as_error(worker: int, workers: int, failed: Failed, logs: Path | None) -> Sh
             positions=failed.positions,
         )
     error.worker_traceback = failed.traceback
-    error.add_note(_note(worker, workers, failed, logs))
+    _tell(error, worker, workers, failed, logs)
     return error
 
 
-def _note(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
+def _tell(error: Exception, worker: int, workers: int, failed: Failed, logs: Path | None) -> None:
+    """Add to the error what is printed last: the traceback, and the facts."""
+    facts = _facts(worker, workers, failed, logs)
+    lines = [""]
+    if 'File "' in failed.traceback:  # else there is nothing but Shoal's frames, and the message says it all
+        lines += [f"Worker {worker}'s own traceback:\n", _indented(failed.traceback), ""]
+    error.add_note("\n".join([*lines, _indented(facts)]))
+    if isinstance(error, ShoalError):
+        error.facts = facts
+
+
+def _facts(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
     facts = [f"worker {worker} of {workers}"]
     if failed.step is not None:
         facts.append(f"step {failed.step}")
@@ -163,15 +174,12 @@ def _note(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
         facts.append(f"data positions {failed.positions[0]}–{failed.positions[1]} of the epoch")
     if failed.place:
         facts.append(failed.place)
-    lines = [""]
-    if 'File "' in failed.traceback:  # else there is nothing but Shoal's frames, and the message says it all
-        lines += [f"Worker {worker}'s own traceback:\n", _indented(failed.traceback), ""]
-    lines.append(f"  {' · '.join(facts)}")
+    lines = [" · ".join(facts)]
     hint = hint_for(failed)
     if hint:
-        lines.append(f"  hint: {hint}")
+        lines.append(f"hint: {hint}")
     if logs is not None:
-        lines.append(f"  log:  {log_path(logs, worker, ERR)}")
+        lines.append(f"log:  {log_path(logs, worker, ERR)}")
     return "\n".join(lines)
 
 

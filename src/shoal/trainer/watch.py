@@ -221,7 +221,9 @@ class Watch:
             text = "ended at once by a second Ctrl-C"
         else:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._failed = RunFailed(step=self._step, error=text, traceback=told or own_traceback(error), worker=worker)
+        facts = error.facts if isinstance(error, ShoalError) else ""
+        trace = "\n\n".join(filter(None, [told or own_traceback(error), facts]))
+        self._failed = RunFailed(step=self._step, error=text, traceback=trace, worker=worker)
         # what a listener or a callback may raise now is not what the run failed of
         with suppress(Exception):
             self(self._failed)

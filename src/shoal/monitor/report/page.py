@@ -44,8 +44,8 @@ def render_html(summary: Summary) -> str:
             _not_drawn(summary),
             _where_time_went(summary),
             f'<div class="two">{_memory(summary)}{_bytes(summary)}</div>' if summary.workers else "",
-            f'<div class="two top"><div class="stack">{_facts(summary)}{_resume(summary)}</div>'
-            f'<div class="stack">{_configuration(summary)}{_environment(summary)}</div></div>',
+            f'<div class="two top"><div class="stack">{_resume(summary)}{_facts(summary)}{_environment(summary)}</div>'
+            f'<div class="stack">{_configuration(summary)}</div></div>',
             _events(summary),
         ]
     )
