@@ -46,7 +46,7 @@ def _fill_run(store: object, number: int, steps: int) -> None:
     from shoal.core.events import CheckpointSaved, EvalDone, RunStarted, WorkerSeen
     from shoal.core.settings import Setting
     from shoal.store.environment import environment
-    from shoal.store.values import Happened, NewRun, RunEnd
+    from shoal.store.values import NewRun, RunEnd
     from shoal.store.writing import RunWriter
 
     now = time.time()
@@ -73,8 +73,7 @@ def _fill_run(store: object, number: int, steps: int) -> None:
     for worker in range(4):
         seconds = {"compute": 80.0, "exchange": 10.0, "data": 5.0}
         events.append(WorkerSeen(step=steps, worker=worker, samples=steps * 8, seconds=seconds, bytes_sent=10**9))
-    moments = [Happened(now, event) for event in events]
-    writer.write(moments, RunEnd(status="complete", step=steps, loss=0.1, metrics={"accuracy": 0.9}))
+    writer.write(events, RunEnd(status="complete", step=steps, loss=0.1, metrics={"accuracy": 0.9}))
     marks = "INSERT INTO shoal_steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
     key = writer.key
     rows = [

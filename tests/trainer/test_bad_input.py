@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import shoal
-from shoal.core.events import AnyEvent, EvalDone, RunStarted
+from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.permutation import Permutation
 from shoal.trainer.start import import_for_training
 from shoal.trainer.step import order_key
@@ -100,7 +100,7 @@ def refused(kind: type[BaseException], *words: str) -> Iterator[pytest.Exception
 def remote(error: BaseException) -> str:
     """The traceback of the worker, which is shown after the error."""
     assert isinstance(error, shoal.ShoalError) and error.worker_traceback is not None
-    shown = error.__notes__[-1]
+    shown = "\n".join(error.__notes__)
     if 'File "' in error.worker_traceback:
         assert all(line.strip() in shown for line in error.worker_traceback.splitlines())
     return shown
@@ -233,7 +233,7 @@ RETURNED: list[tuple[dict[str, Any], list[str]]] = [
     ({"loss": lambda model, batch: {"loss": square(model, batch), "note": "high"}}, ["'note'", "str", "one number"]),
     ({"loss": lambda model, batch: (1, 2, 3)}, ["3 values", "(sum, weight)"]),
     ({"loss": lambda model, batch: (square(model, batch), -1)}, ["weight -1", "negative"]),
-    ({"loss": _weightless}, ["weight of step 0 is 0"]),
+    ({"loss": _weightless}, ["weight of step 1 is 0"]),
     ({"loss": lambda model, batch: model(batch).argmax()}, ["int64", "floating-point"]),
     ({"optimizer": lambda params: None}, ["optimizer= returned NoneType", "torch optimizer"]),
     (
@@ -286,7 +286,7 @@ def test_a_loss_that_is_not_finite_names_step_worker_and_gradient() -> None:
     worker = place // (BATCH // 2)
     with refused(
         shoal.NotFiniteError,
-        f"the loss is nan at step {step} on worker {worker} (positions",
+        f"the loss is nan in step {step + 1} on worker {worker} (positions",
         "all parameters are finite; the first whose gradient is not is 'weight'",
         "clip=",
     ) as error:
@@ -301,14 +301,14 @@ def test_weights_that_are_not_finite_are_named() -> None:
     def blow_up(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": params[1:], "lr": float("inf")}])
 
-    with refused(shoal.NotFiniteError, "at step 1 on worker 0", "the first parameter that is not finite is 'bias'"):
+    with refused(shoal.NotFiniteError, "in step 2 on worker 0", "the first parameter that is not finite is 'bias'"):
         make(optimizer=blow_up).fit()
     with refused(shoal.NotFiniteError, "parameter 'bias' is not finite after the last step (1)"):
         make(optimizer=blow_up, steps=1).fit()
 
 
 def test_a_gradient_that_is_not_finite_is_found_when_it_is_clipped() -> None:
-    with refused(shoal.NotFiniteError, "at step 0", "the norm of its gradient is", "'weight'"):
+    with refused(shoal.NotFiniteError, "in step 1", "the norm of its gradient is", "'weight'"):
         make(loss=lambda model, batch: (model(batch) * 0).abs().sqrt().mean(), clip=1.0).fit()
 
 
@@ -339,10 +339,10 @@ def test_an_item_that_cannot_be_fetched_is_named(data_workers: int) -> None:
     with refused(shoal.DataError, f"data[{index}] could not be fetched", "OSError: the disk hums") as error:
         trainer.fit()
     assert "in _unreadable" in remote(error.value)
-    assert f"worker 1 of 2 · step 4 · data positions {5 * BATCH - 4}–{5 * BATCH - 1} of the epoch" in remote(
+    assert f"worker 1 of 2 · step 5 · data positions {5 * BATCH - 4}–{5 * BATCH - 1} of the epoch" in remote(
         error.value
     )
-    assert re.search(r"test_bad_input\.py:\d+ in _unreadable\n  hint: .*data\[", remote(error.value))
+    assert re.search(r"at \S*test_bad_input\.py:\d+ in _unreadable\n  hint: .*data\[", remote(error.value))
 
 
 def test_a_loader_process_that_goes_away_is_no_silence() -> None:
@@ -377,7 +377,7 @@ def test_an_exception_on_one_worker_names_it_and_shows_where() -> None:
             raise LookupError("not this one")
         return square(model, batch)
 
-    words = ["worker 1 raised LookupError: not this one", "at step 0", f"positions {BATCH // 2}–{BATCH - 1}"]
+    words = ["worker 1 raised LookupError: not this one", "in step 1", f"positions {BATCH // 2}–{BATCH - 1}"]
     with refused(shoal.WorkerError, *words) as error:
         make(loss=picky).fit()
     assert isinstance(error.value, shoal.WorkerError)
@@ -414,7 +414,7 @@ def _raise(error: BaseException) -> Any:
 )
 def test_what_the_loss_raises(error: BaseException, words: list[str]) -> None:
     trainer = make(loss=lambda model, batch: _raise(error))
-    with refused(shoal.WorkerError, "worker ", "at step 0", *words):
+    with refused(shoal.WorkerError, "worker ", "in step 1", *words):
         trainer.fit()
 
 
@@ -587,3 +587,82 @@ def test_messages_name_no_internals() -> None:
     with refused(shoal.ConfigError) as error:
         make(loss=lambda model, batch: None).fit()
     assert not re.search(r"_worker|_Supervisor|session\.|Traceback", str(error.value))
+
+
+# -- mistakes of a first conversion ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"loss": nn.CrossEntropyLoss()}, ["loss=CrossEntropyLoss()", "lambda model, batch"]),
+        ({"data": (torch.zeros(9, 2), torch.zeros(9))}, ["tuple of 2 tensors with 9 rows", "TensorDataset"]),
+        ({"schedule": 3}, ["schedule=3", "CosineAnnealingLR"]),
+        ({"metrics": None}, ["metrics is None"]),
+        ({"name": "x" * 400}, ["name='xxx", "at most 120"]),
+        ({"name": "a\nb"}, ["name='a\\nb'", "printed"]),
+    ],
+)
+def test_first_mistakes_are_refused_with_what_to_write(changed: dict[str, Any], words: list[str], home: Path) -> None:
+    with refused(shoal.ConfigError, *words):
+        make(**changed)
+    assert not home.exists()
+
+
+def test_first_mistakes_in_the_loss_get_a_hint() -> None:
+    with refused(shoal.WorkerError, "hint: loss= and predict= are called as fn(model, batch)"):
+        make(loss=lambda output, target: nn.functional.mse_loss(output, target)).fit()
+
+    def twice(model: nn.Module, batch: Tensor) -> Tensor:
+        loss = square(model, batch)
+        loss.backward()
+        return loss
+
+    with refused(shoal.WorkerError, "leave .backward() out of the loss"):
+        make(loss=twice).fit()
+
+
+def test_notices_of_what_will_surprise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def normalised() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).eval().train()
+
+    predict = {"predict": lambda model, batch: (model(batch), batch), "metrics": ["mse"]}
+    make(model=normalised, **predict, steps=1, run_dir=tmp_path / "one").fit()
+    said = capfd.readouterr().err
+    assert "BatchNorm is in train mode" in said and "there is no eval_data=" in said
+    make(model=lambda: nn.Linear(1, 2).eval(), steps=1, run_dir=tmp_path / "two").fit()
+    assert "the model is in eval mode" in capfd.readouterr().err
+
+
+def test_a_callback_that_fails_is_named_without_shoals_frames() -> None:
+    def broken(event: AnyEvent) -> None:
+        if isinstance(event, RunStarted):
+            raise LookupError("not in the plan")
+
+    with pytest.raises(LookupError) as caught:
+        make(callbacks=[lambda event: None, broken]).fit()
+    assert "callbacks[1]" in caught.value.__notes__[-1] and "RunStarted of step 0" in caught.value.__notes__[-1]
+    files = [frame.path.name for frame in caught.traceback]
+    assert files[-1] == "test_bad_input.py" and "supervise.py" not in files and "watch.py" not in files
+
+
+def test_every_step_before_a_failure_is_told(tmp_path: Path) -> None:
+    """Worker 0 tells of steps in batches; what it holds must come when any worker fails."""
+    for number in range(3):
+        steps: list[int] = []
+
+        def note(event: AnyEvent, steps: list[int] = steps) -> None:
+            if isinstance(event, StepDone):
+                steps.append(event.step)
+
+        calls = iter(range(10**6))
+
+        def late(model: nn.Module, batch: Tensor, calls: Iterator[int] = calls) -> Tensor:
+            if next(calls) == 17:
+                raise LookupError("late")
+            return square(model, batch)
+
+        with pytest.raises(shoal.WorkerError) as caught:
+            make(loss=late, epochs=50, callbacks=[note], run_dir=tmp_path / str(number)).fit()
+        assert isinstance(caught.value, shoal.WorkerError) and caught.value.step == 17
+        assert steps == list(range(1, 18))

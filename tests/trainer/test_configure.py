@@ -13,6 +13,8 @@ import shoal
 from shoal.core import settings, spec
 from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Settings
 from shoal.trainer.configure import FLAGS, plain
+from shoal.trainer.rundir import read_about
+from shoal.trainer.watch import Identity, masked, resume_command
 
 
 def make(**given: Any) -> shoal.Trainer:
@@ -105,3 +107,42 @@ def test_show_config_shows_it_and_does_not_train(capsys: pytest.CaptureFixture[s
 )
 def test_values_as_data(value: Any, shown: Any) -> None:
     assert plain(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("postgresql://me:s3cret@db:5432/runs", "postgresql://me:***@db:5432/runs"),
+        ("https://x/?a=1&password=s3cret&b=2", "https://x/?a=1&password=***&b=2"),
+        ("--api-key=s3cret", "--api-key=***"),
+        ("train.py", "train.py"),
+        ("C:/data:x@y", "C:/data:x@y"),
+    ],
+)
+def test_secrets_are_left_out_of_what_is_kept(word: str, kept: str) -> None:
+    assert masked(["python", word]) == ["python", kept]
+    assert masked(["--token", "s3cret", word]) == ["--token", "***", kept]
+
+
+@pytest.mark.parametrize(
+    ("typed", "resuming"),
+    [
+        (["run", "t.py"], "shoal run t.py --resume tide-1"),
+        (["run", "t.py", "-w", "4", "--", "--lr", "1"], "shoal run t.py -w 4 --resume tide-1 -- --lr 1"),
+        (["run", "t.py", "--resume", "last", "--name", "a b"], "shoal run t.py --name 'a b' --resume tide-1"),
+        (["run", "t.py", "--resume=x", "--", "--resume", "y"], "shoal run t.py --resume tide-1 -- --resume y"),
+    ],
+)
+def test_the_command_that_goes_on_is_the_one_that_was_typed(typed: list[str], resuming: str) -> None:
+    with settings.using(Settings(command=tuple(typed))):
+        assert resume_command(Identity(run_id="tide-1", name="tide", workers=2)) == resuming
+
+
+def test_a_resumed_run_keeps_its_name_and_its_goal(tmp_path: Path) -> None:
+    first = make(steps=3, workers=1, name="tide", run_dir=tmp_path / "run").fit()
+    again = make(steps=4, workers=1, run_dir=tmp_path / "run", resume="last")
+    assert again.fit().run_id == first.run_id
+    assert read_about(tmp_path / "run")["name"] == "tide"
+    with pytest.raises(shoal.ConfigError, match=r"is at step 4, and this run has only 2 steps"):
+        make(steps=2, workers=1, run_dir=tmp_path / "run", resume="last").fit()
+    assert read_about(tmp_path / "run")["total_steps"] == 4

@@ -214,7 +214,7 @@ def test_weights_that_are_not_finite_are_not_checkpointed(tmp_path: Path) -> Non
             out: Tensor = self.inner(inputs)
             return out
 
-    with pytest.raises(shoal.NotFiniteError, match=r"'inner\.weight' is not finite after step 3"):
+    with pytest.raises(shoal.NotFiniteError, match=r"'inner\.weight' is not finite after step 4"):
         fit(Counting(), loss=poisoned, run_dir=tmp_path, checkpoint_every=1)
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))][-1] == "step-000000003"
 

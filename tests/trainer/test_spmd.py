@@ -273,7 +273,9 @@ def test_torchrun_shows_the_exception_of_one_worker(folder: Path) -> None:
         assert job.end() != 0
         said = job.said()
     assert "LookupError: nothing there" in said and "in bad_loss" in said
-    assert re.search(r"worker \d of 2 · step \d+ · data positions \d+–\d+ of the epoch · .*\.py:\d+ in bad_loss", said)
+    assert re.search(
+        r"worker \d of 2 · step \d+ · data positions \d+–\d+ of the epoch\n  at .*\.py:\d+ in bad_loss", said
+    )
 
 
 def test_an_item_that_a_worker_of_its_own_cannot_fetch_shows_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +300,7 @@ def test_an_item_that_a_worker_of_its_own_cannot_fetch_shows_its_cause(monkeypat
             torch.nn.Linear(1, 1), lambda model, batch: batch.sum(), torch.optim.SGD, Torn(), batch_size=4
         ).fit()
     assert "in __getitem__" in str(caught.value.worker_traceback)
-    assert "worker 0 of 1 · step 0" in caught.value.__notes__[-1] and "OSError: torn" in caught.value.__notes__[-1]
+    assert "worker 0 of 1 · step 1" in caught.value.__notes__[0] and "OSError: torn" in caught.value.__notes__[0]
 
 
 def test_sigterm_to_torchrun_checkpoints_and_the_run_goes_on_elsewhere(folder: Path, task: dict[str, Any]) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.circumstances import circumstances
 from shoal.cli.output import write, write_file, write_json
 from shoal.cli.pace import speed
 from shoal.cli.plot import curve_of, draw
 from shoal.cli.references import AsJson, Runs, open_store
 from shoal.cli.text import Column, Screen, grid, shown_value
 from shoal.core.errors import ConfigError
-from shoal.monitor.wording import NOTHING, duration, figure, size
+from shoal.monitor.wording import NOTHING, clean, duration, figure, size
 
 if TYPE_CHECKING:
     from shoal.store.store import Store
     from shoal.store.values import RunInfo
 
 ABOUT = """\
-Say in what runs differ: their configuration, and what came of it. Differences
-are to the first run.
+Say in what runs differ: their configuration, command, code and versions, and
+what came of it. Differences of figures are to the first run.
 
 [bold]Examples[/bold]
   [cyan]shoal compare last digits-a1[/cyan]                     two runs
@@ -58,13 +59,17 @@ def compare(
         raise ConfigError(f"--plot {plot}: the file must end in {', '.join(_ENDINGS)}")
     with open_store() as store:
         found = [store.find(ref) for ref in runs]
+        around = [circumstances(store, run) for run in found]
         curves = [curve_of(store, run, metric) for run in found] if plot is not None else []
         if curves and not any(curve.y or curve.evaluations for curve in curves):
             raise ConfigError(_no_such_metric(store, found, metric))
     if as_json:
-        write_json({"runs": found, "config": differing(found), "figures": figures(found)})
+        differences = differing_circumstances(found, around)
+        write_json(
+            {"runs": found, "config": differing(found), "differences": differences, "figures": figures(found)}
+        )
     else:
-        write(render(found, Screen.now()))
+        write(render(found, around, Screen.now()))
     if plot is not None:
         write_file(plot, lambda path: draw(curves, found, metric, path), force=force)
         typer.echo(f"Wrote {plot}", err=as_json)
@@ -89,6 +94,15 @@ def differing(runs: Sequence[RunInfo]) -> dict[str, list[Any]]:
     }
 
 
+def differing_circumstances(
+    runs: Sequence[RunInfo], around: Sequence[Mapping[str, str]]
+) -> dict[str, list[str | None]]:
+    """What else is not the same in all runs; None where a run does not have it. What `differing` has is left out."""
+    names = [name for name in dict.fromkeys(name for one in around for name in one) if name not in differing(runs)]
+    rows: dict[str, list[str | None]] = {name: [one.get(name) or None for one in around] for name in names}
+    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+
+
 def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
     """What came of the runs, by name: the loss, every metric, and what it took."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
@@ -103,24 +117,37 @@ def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
     }
 
 
-def render(runs: Sequence[RunInfo], screen: Screen) -> str:
+def render(runs: Sequence[RunInfo], around: Sequence[Mapping[str, str]], screen: Screen) -> str:
     """The whole comparison as text."""
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
     parts = [
         f"{screen.heading('Runs')}\n",
         _table(letters, [[run.id, screen.status(run.status), ",".join(run.tags)] for run in runs], screen),
     ]
-    settings = differing(runs)
+    settings, others = differing(runs), differing_circumstances(runs, around)
     if settings:
-        longest = max(map(len, settings))
-        room = None if screen.width is None else max(12, (screen.width - longest - 2) // len(runs) - 2)
+        room = _room(settings, screen, len(runs))
         rows = [[name, *(_setting(setting, screen, room) for setting in row)] for name, row in settings.items()]
         parts += [f"\n{screen.heading('Configuration, where it differs')}\n", _table_of_rows(rows, letters, screen)]
-    else:
-        parts.append("\nThe configurations are the same.\n")
+    if others:
+        room = _room(others, screen, len(runs))
+        rows = [[name, *(_cut(clean(word or NOTHING), room) for word in row)] for name, row in others.items()]
+        title = "What else differs" if settings else "What differs"
+        parts += [f"\n{screen.heading(title)}\n", _table_of_rows(rows, letters, screen)]
+    if not settings and not others:
+        parts.append("\nNothing that Shoal knows of differs.\n")
     rows = [[name, *_side_by_side(name, row, screen)] for name, row in figures(runs).items()]
     parts += [f"\n{screen.heading('Figures')}\n", _table_of_rows(rows, letters, screen)]
     return "".join(parts)
+
+
+def _room(rows: Mapping[str, Any], screen: Screen, runs: int) -> int | None:
+    """For each run's cell, beside the longest of the names."""
+    return None if screen.width is None else max(12, (screen.width - max(map(len, rows)) - 2) // runs - 2)
+
+
+def _cut(text: str, most: int | None) -> str:
+    return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], screen: Screen) -> str:
@@ -142,8 +169,7 @@ def _setting(setting: Any, screen: Screen, room: int | None) -> str:
     if setting is None:
         return NOTHING
     value = shown_value(setting.value)
-    most = len(value) if room is None else max(4, room - len(setting.origin) - 3)
-    value = value if len(value) <= most else value[: most - 1] + "…"
+    value = _cut(value, None if room is None else max(4, room - len(setting.origin) - 3))
     return f"{value} {screen.style(f'({setting.origin})', dim=True)}"
 
 

@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
 def export(
     run: Run,
     format: Annotated[
-        Format | None, typer.Option("--format", help="By default what the ending of FILE says, else csv.")
+        Format | None, typer.Option("--format", help="By default what the ending of FILE says; csv without a FILE.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to. Without it: standard output.")
@@ -82,8 +82,17 @@ def _is_terminal() -> bool:
 
 
 def _format_of(output: Path | None) -> Format:
-    ending = output.suffix.lstrip(".").lower() if output is not None else ""
-    return Format(ending) if ending in set(Format) else Format.CSV
+    """What the file's ending says. Raises ConfigError where it says something else than a format."""
+    if output is None or str(output) == "-":
+        return Format.CSV
+    ending = output.suffix.lstrip(".").lower()
+    if ending not in set(Format):
+        told = f"ends in .{ending}" if ending else "has no ending"
+        raise ConfigError(
+            f"-o {output}: the file {told}, which is no format that a run can be written as; "
+            "let it end in .csv, .json or .parquet, or say which it is with --format csv, json or parquet"
+        )
+    return Format(ending)
 
 
 def _encoded(store: Store, run: RunInfo, format: Format) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from shoal.monitor.wording import counted
 
 if TYPE_CHECKING:
     from shoal.store.store import Store
-    from shoal.store.values import RunInfo, StepRow
+    from shoal.store.values import EventRow, RunInfo, StepRow
 
 POINTS = 2000
 """Steps per curve, evenly thinned out."""
@@ -37,7 +38,7 @@ def curve_of(store: Store, run: RunInfo, metric: str) -> Curve:
     """What the run's steps and evaluations say about `metric`; empty where they say nothing."""
     steps = store.steps(run.id, most=POINTS)
     events = store.events(run.id)
-    clock = _clock(run, steps, [event.time for event in events if event.kind == "RunStarted"])
+    clock = _clock(run, steps, events)
     points = [(step, step.loss if metric == "loss" else step.logs.get(metric)) for step in steps]
     kept = [(step, float(value)) for step, value in points if value is not None]
     evaluations = [
@@ -53,12 +54,13 @@ def curve_of(store: Store, run: RunInfo, metric: str) -> Curve:
     )
 
 
-def _clock(run: RunInfo, steps: Sequence[StepRow], starts: Sequence[float]) -> Callable[[float], float]:
-    """Turns a time into seconds since the start, without the pauses before each resume."""
+def _clock(run: RunInfo, steps: Sequence[StepRow], events: Sequence[EventRow]) -> Callable[[float], float]:
+    """Turns a time into seconds since the start, without the pauses before each resume: from the last that was heard
+    of the run to its next start."""
+    starts = [event.time for event in events if event.kind == "RunStarted"]
     begun = starts[0] if starts else steps[0].time if steps else run.created
-    pauses = [
-        (start, start - max((step.time for step in steps if step.time <= start), default=start)) for start in starts[1:]
-    ]
+    heard = sorted(row.time for row in (*steps, *events))
+    pauses = [(start, start - heard[max(0, bisect_left(heard, start) - 1)]) for start in starts[1:]]
     return lambda moment: max(0.0, moment - begun - sum(pause for start, pause in pauses if moment >= start))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,11 +43,16 @@ class RunCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ == "NoSuchOption":
-                told: Any = error
+            told: Any = error
+            if type(error).__name__ == "NoSuchOption" and not _is_misspelt(told.option_name, told.possibilities or []):
+                told.possibilities = None
                 told.message += f"\nIf {told.option_name} is an option of the script, put it after `--`, as in: "
                 told.message += f"shoal run train.py --workers 4 -- {told.option_name} ..."
             raise
+
+
+def _is_misspelt(option: str, known: Sequence[str]) -> bool:
+    return bool(get_close_matches(option, known, n=1, cutoff=0.75))
 
 
 def register(app: typer.Typer) -> None:
@@ -182,8 +189,11 @@ def run(
     from shoal.cli.script import run_script
     from shoal.core.settings import Settings
 
+    _check_store(store)
     settings = Settings(
         overrides=_overrides(given),
+        stream=sys.stdout if json else None,
+        command=tuple(sys.argv[1:]),
         progress=_progress(json=json, plain=plain, quiet=quiet),
         verbose=verbose,
         show_config=show_config,
@@ -191,6 +201,16 @@ def run(
         listeners=_listeners(tensorboard, mlflow, wandb, metrics_port, metrics_host),
     )
     raise typer.Exit(run_script(script, args or [], settings))
+
+
+def _check_store(store: str | None) -> None:
+    """A store that was asked for by name must be there before the work, not be missed after it."""
+    if store is None or store == "none":
+        return
+    from shoal.store.store import Store
+
+    with Store.open(store):
+        pass
 
 
 def _overrides(given: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from shoal.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, ShoalError
@@ -23,7 +24,8 @@ def run_script(script: Path, args: Sequence[str], settings: Settings) -> int:
     sys.argv, sys.path = [str(script), *args], [str(script.resolve().parent), *sys.path[1:]]
     code = 0
     try:
-        with using(settings):
+        # what the script prints must not stand between lines that a program reads
+        with using(settings), redirect_stdout(sys.stderr) if settings.stream is not None else nullcontext():
             code = _run(script)
     finally:
         sys.argv, sys.path = argv, path
@@ -63,10 +65,10 @@ def _run(script: Path) -> int:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as leaving:
-        if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
-            return 1
-        return int(leaving.code or 0)
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("shoal: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -80,7 +82,8 @@ def _print(error: BaseException, script: Path) -> None:
     """The traceback as `python script` would show it: without what is above the script."""
     told = traceback.TracebackException.from_exception(error)
     names = {str(script), str(script.absolute()), str(script.resolve())}
-    first = next((at for at, frame in enumerate(told.stack) if frame.filename in names), 0)
+    above = len(told.stack) if isinstance(error, SyntaxError) and error.filename in names else 0
+    first = next((at for at, frame in enumerate(told.stack) if frame.filename in names), above)
     told.stack = traceback.StackSummary.from_list(told.stack[first:])
     if isinstance(error, ShoalError):
         drop_own_frames(told)

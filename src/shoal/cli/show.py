@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.circumstances import Trained, trained, typed, user_name
 from shoal.cli.output import write, write_file, write_json
 from shoal.cli.pace import samples_done, speed
 from shoal.cli.references import AsJson, Run, open_store
@@ -61,13 +62,15 @@ def show(
             return
         screen = Screen.now()
         checkpoints, workers = store.checkpoints(info.id), store.workers(info.id)
-        happened = store.events(info.id) if events else []
+        happened = store.events(info.id)
         steps = [] if as_json else store.steps(info.id, most=8 * _curve_width(screen))
     if as_json:
         rows = {"run": info, "checkpoints": checkpoints, "workers": workers}
         write_json({**rows, "events": happened} if events else rows)
     else:
-        write(_run_as_text(info, steps, workers, checkpoints, happened, screen, defaults=config))
+        what = trained(happened, steps)
+        listed = happened if events else []
+        write(_run_as_text(info, what, steps, workers, checkpoints, listed, screen, defaults=config))
 
 
 def run_as_page(store: Store, run: RunInfo) -> str:
@@ -82,6 +85,7 @@ def run_as_page(store: Store, run: RunInfo) -> str:
 
 def _run_as_text(
     run: RunInfo,
+    what: Trained,
     steps: Sequence[StepRow],
     workers: Sequence[WorkerRow],
     checkpoints: Sequence[CheckpointRow],
@@ -91,7 +95,7 @@ def _run_as_text(
     defaults: bool,
 ) -> str:
     sections = [
-        ("", _figures(run, screen)),
+        ("", _figures(run, what, screen)),
         ("Loss", _loss_curve([step.loss for step in steps], screen)),
         ("Where time went", _workers(workers, screen)),
         (_config_title(run, defaults), _config(run, defaults, screen)),
@@ -104,7 +108,7 @@ def _run_as_text(
     return f"{screen.heading(clean(run.id))}  {screen.status(run.status)}\n" + "\n".join(parts)
 
 
-def _figures(run: RunInfo, screen: Screen) -> str:
+def _figures(run: RunInfo, what: Trained, screen: Screen) -> str:
     rate = speed(run)
     facts = [
         ("error", screen.style(run.error.splitlines()[0], fg="red") if run.error else ""),
@@ -116,10 +120,13 @@ def _figures(run: RunInfo, screen: Screen) -> str:
         ("loss", figure(run.loss)),
         *((f"eval {name}" if name == "loss" else name, figure(value)) for name, value in run.metrics.items()),
         ("speed", f"{figure(rate)} samples/s, {samples_done(run):,} samples in all" if rate else ""),
+        ("optimizer", what.optimizer),
+        ("parameters", what.parameters),
+        ("rate", f"{what.rate} in the first step" if what.rate else ""),
         ("workers", str(run.workers)),
         ("sent", f"{size(run.bytes_sent)} between workers" if run.bytes_sent else ""),
-        ("command", shlex.join(run.command)),
-        ("ran on", f"{run.user}@{run.host}" if run.user and run.host else run.host),
+        ("command", typed(run.command)),
+        ("ran on", f"{user_name(run.user)}@{run.host}" if run.user and run.host else run.host),
         ("git", f"{run.git_commit}{', with changes not committed' if run.git_dirty else ''}" if run.git_commit else ""),
         ("shoal", run.version),
     ]

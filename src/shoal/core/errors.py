@@ -108,6 +108,7 @@ class WorkerError(ShoalError):
     ) -> None:
         super().__init__(message)
         self.worker = worker
+        """`step` counts the steps that were done: 0 is an error in the first one. `positions` are inclusive."""
         self.step = step
         self.positions = positions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Something that happened. `step` counts committed steps."""
+    """Something that happened. `step` counts committed steps: 0 before the first one is done."""
 
     step: int
+    time: float = msgspec.field(default_factory=time.time)
+    """When, in seconds since 1970, by the clock of whoever saw it."""
 
 
 class Preparing(Event, frozen=True, tag=True, kw_only=True):
@@ -34,6 +37,10 @@ class RunStarted(Event, frozen=True, tag=True, kw_only=True):
     steps_per_epoch: int
     samples_per_epoch: int
     batch_size: int = 0
+    parameters: int = 0
+    """Elements of all parameters of the modules that are tracked."""
+    optimizers: list[str] = []
+    """Their classes."""
 
 
 class StepDone(Event, frozen=True, tag=True, kw_only=True):
@@ -45,8 +52,6 @@ class StepDone(Event, frozen=True, tag=True, kw_only=True):
     rates: list[float]
     norm: float | None = None
     logs: dict[str, float] = {}
-    time: float = 0.0
-    """When it was applied, in seconds since 1970."""
 
 
 class WorkerSeen(Event, frozen=True, tag=True, kw_only=True):

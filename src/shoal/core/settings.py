@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -39,6 +39,10 @@ class Settings:
     """One of `PROGRESS`; None is $SHOAL_PROGRESS, or auto."""
     verbose: bool = False
     show_config: bool = False
+    stream: TextIO | None = None
+    """Where progress goes; None is where its mode puts it."""
+    command: tuple[str, ...] = ()
+    """What was typed after `shoal`, where a script runs under it."""
     store: str | None = None
     """The URL of the run store; None is $SHOAL_STORE or a file in Shoal's home; "none" keeps no record."""
     listeners: tuple[Callable[[], Callback], ...] = ()

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 from shoal.core.errors import ShoalError
 
@@ -33,6 +34,24 @@ def drop_own_frames(told: traceback.TracebackException) -> None:
     for part in _chain(told):
         frames = [frame for frame in part.stack if not _is_noise(frame)]
         part.stack = traceback.StackSummary.from_list(frames)
+
+
+def trimmed(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without Shoal's frames, if it leads through them into the user's code; else as it is."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    names = [frame.tb_frame.f_code.co_filename for frame in frames]
+    ours = [at for at, name in enumerate(names) if name.startswith(_OURS)]
+    theirs = [at for at, name in enumerate(names) if not name.startswith((_OURS, "<frozen", *_INSTALLED))]
+    if not ours or not theirs or theirs[-1] < ours[0]:
+        return frames[0] if frames else None
+    kept = None
+    for at in reversed(range(len(frames))):
+        if at not in ours:
+            kept = TracebackType(kept, frames[at].tb_frame, frames[at].tb_lasti, frames[at].tb_lineno)
+    return kept
 
 
 def _chain(told: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:

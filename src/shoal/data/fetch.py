@@ -289,6 +289,11 @@ def _check_kind(data: Any, name: str) -> None:
             f"{name} is an IterableDataset ({kind.__name__}), which is not supported, because samples are assigned to "
             "workers by index; wrap it into a map-style data set with __len__ and __getitem__, or read it into a list"
         )
+    if isinstance(data, tuple) and _are_columns(data):
+        raise ConfigError(
+            f"{name} is a tuple of {len(data)} tensors with {len(data[0]):,} rows each: these are columns, and {must}; "
+            "use torch.utils.data.TensorDataset(*tensors)"
+        )
     if isinstance(data, (Mapping, str, bytes)):
         raise ConfigError(f"{name} is a {kind.__name__}, which is not indexed by sample number; {must}")
     missing = [method for method in ("__len__", "__getitem__") if not callable(getattr(kind, method, None))]
@@ -296,6 +301,12 @@ def _check_kind(data: Any, name: str) -> None:
         missing = [] if callable(getattr(kind, "__getitems__", None)) else ["__getitem__"]
     if missing:
         raise ConfigError(f"{name} is a {kind.__name__} without {' and '.join(missing)}; {must}")
+
+
+def _are_columns(data: tuple[Any, ...]) -> bool:
+    """A few tensors, each with as many rows and more of them than there are tensors."""
+    tensors = 1 < len(data) <= 8 and all(isinstance(part, Tensor) and part.ndim > 0 for part in data)
+    return tensors and len({len(part) for part in data}) == 1 and len(data[0]) > len(data)
 
 
 # ---- what is wrong with these items, in words

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -45,6 +44,8 @@ def facts(started: RunStarted) -> dict[str, Any]:
         "batch_size": started.batch_size,
         "total_steps": started.total_steps,
         "samples_per_epoch": started.samples_per_epoch,
+        "parameters": started.parameters,
+        "optimizer": ", ".join(started.optimizers),
     }
     return {**known, **dict(flat(started.config))}
 
@@ -58,9 +59,9 @@ class Speed:
         self._since: float | None = None
         self._samples = 0
 
-    def add(self, done: StepDone, now: float | None = None) -> float | None:
-        """Count a step; the new average if one is due. `now`: when it was done, in place of the step's own time."""
-        now = now or done.time or time.time()
+    def add(self, done: StepDone) -> float | None:
+        """Count a step; the new average if one is due."""
+        now = done.time
         if self._since is None or now < self._since:
             self._since, self._samples = now, 0  # the samples of the first step were computed before it
             return None
@@ -81,8 +82,7 @@ class Speed:
 class Figures:
     """The points of one run, from its events, in bounded memory and at a bounded rate. For one thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._steps = 0
         self._step, self._now = 0, 0.0
         self._last: StepDone | None = None
@@ -101,7 +101,7 @@ class Figures:
         if isinstance(event, WorkerSeen):
             return self._take_worker(event)
         if isinstance(event, EvalDone):
-            return [Point(event.step, self._clock(), {f"eval/{name}": value for name, value in event.metrics.items()})]
+            return [Point(event.step, event.time, {f"eval/{name}": value for name, value in event.metrics.items()})]
         return []
 
     def rest(self) -> list[Point]:
@@ -117,12 +117,12 @@ class Figures:
         return points
 
     def _take_step(self, done: StepDone) -> list[Point]:
-        now = done.time or self._clock()
+        now = done.time
         self._step, self._now = done.step, now
         self._steps += 1
         self._last = done
         self._add({"loss": done.loss, **({} if done.norm is None else {"norm": done.norm}), **done.logs})
-        self._new_speed = self._speed.add(done, now) or self._new_speed
+        self._new_speed = self._speed.add(done) or self._new_speed
         # a clock that was set back must not silence the run
         if self._steps > FIRST_STEPS and 0 <= now - self._logged < STEP_SECONDS:
             return []
@@ -143,7 +143,7 @@ class Figures:
         return Point(done.step, now, values)
 
     def _take_worker(self, seen: WorkerSeen) -> list[Point]:
-        now = self._clock()
+        now = seen.time
         if 0 <= now - self._workers_logged.get(seen.worker, -WORKER_SECONDS) < WORKER_SECONDS:
             self._workers[seen.worker] = seen
             return []
@@ -155,6 +155,4 @@ class Figures:
         total = sum(seen.seconds.values())
         values = {part: seconds / total for part, seconds in seen.seconds.items()} if total > 0 else {}
         values |= {"memory_bytes": float(seen.memory), "bytes_sent": float(seen.bytes_sent)}
-        return Point(
-            seen.step, self._clock(), {f"worker-{seen.worker}/{name}": value for name, value in values.items()}
-        )
+        return Point(seen.step, seen.time, {f"worker-{seen.worker}/{name}": value for name, value in values.items()})

@@ -52,7 +52,7 @@ class _EventFile:
         name = f"events.out.tfevents.{int(time.time())}.{os.uname().nodename}.{os.getpid()}.{time.time_ns()}"
         writer = require("tensorboard.summary.writer.record_writer", _EXTRA).RecordWriter
         self._file = writer(io.BufferedWriter(io.FileIO(folder / name, "xb")))
-        self._add(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(self._event(wall_time=started.time, file_version="brain.Event:2"))
         self._begin(started)
         self._file.flush()
 
@@ -69,7 +69,7 @@ class _EventFile:
         try:
             status = "failed" if ending.failed else "finished"
             values = [self._text_value("status", f"{status}: {ending.reason}"), self._hparams_end(ending)]
-            self._add_values(ending.step, time.time(), values)
+            self._add_values(ending.step, ending.time, values)
         finally:
             self._file.close()
 
@@ -78,7 +78,8 @@ class _EventFile:
         listing = json.dumps(values, indent=2, default=str, ensure_ascii=False)
         # four spaces: TensorBoard renders Markdown
         text = "\n".join(f"    {line}" for line in listing.splitlines())
-        self._add_values(started.step, time.time(), [self._text_value("config", text), self._hparams_start(values)])
+        start = self._hparams_start(values, started.time)
+        self._add_values(started.step, started.time, [self._text_value("config", text), start])
 
     def _add_values(self, step: int, when: float, values: list[Any]) -> None:
         self._add(self._event(wall_time=when, step=step, summary=self._summary(value=values)))
@@ -96,10 +97,10 @@ class _EventFile:
         metadata = summaries.SummaryMetadata(plugin_data=plugin)
         return self._summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
 
-    def _hparams_start(self, values: dict[str, Any]) -> Any:
+    def _hparams_start(self, values: dict[str, Any], when: float) -> Any:
         """What TensorBoard's table of runs shows of this one."""
         plugin_data = require("tensorboard.plugins.hparams.plugin_data_pb2", _EXTRA)
-        start = plugin_data.SessionStartInfo(start_time_secs=time.time())
+        start = plugin_data.SessionStartInfo(start_time_secs=when)
         for name, value in values.items():
             if isinstance(value, bool):
                 start.hparams[name].bool_value = value
@@ -114,7 +115,7 @@ class _EventFile:
         plugin_data = require("tensorboard.plugins.hparams.plugin_data_pb2", _EXTRA)
         status = require("tensorboard.plugins.hparams.api_pb2", _EXTRA).Status
         value = status.Value("STATUS_FAILURE" if ending.failed else "STATUS_SUCCESS")
-        end = plugin_data.SessionEndInfo(status=value, end_time_secs=time.time())
+        end = plugin_data.SessionEndInfo(status=value, end_time_secs=ending.time)
         return self._hparams_value("SESSION_END_INFO_TAG", plugin_data.HParamsPluginData(session_end_info=end))
 
     def _hparams_value(self, tag: str, data: Any) -> Any:

@@ -43,6 +43,7 @@ class Ending(msgspec.Struct, frozen=True):
     step: int
     failed: bool
     reason: str
+    time: float = msgspec.field(default_factory=time.time)
 
 
 class Record(Protocol):
@@ -72,11 +73,11 @@ def require(module: str, extra: str) -> Any:
         ) from error
 
 
-def _text_of(event: AnyEvent, now: float) -> Text | None:
+def _text_of(event: AnyEvent) -> Text | None:
     if isinstance(event, Notice):
-        return Text(event.step, now, "notice", event.text)
+        return Text(event.step, event.time, "notice", event.text)
     if isinstance(event, CheckpointSaved):
-        return Text(event.step, now, "checkpoint", f"{event.path}{' (best)' if event.best else ''}")
+        return Text(event.step, event.time, "checkpoint", f"{event.path}{' (best)' if event.best else ''}")
     return None
 
 
@@ -185,13 +186,13 @@ class Tracker:
             self._figures = Figures()
             self._outbox = Outbox(self.label, lambda: self.begin(event), self._complain)
         elif isinstance(event, RunEnded):
-            self._end(Ending(event.step, False, event.reason))
+            self._end(Ending(event.step, False, event.reason, event.time))
         elif isinstance(event, RunFailed):
-            self._end(Ending(event.step, True, event.error))
+            self._end(Ending(event.step, True, event.error, event.time))
         elif self._outbox is not None:
             for point in self._figures.take(event):
                 self._outbox.put(point)
-            text = _text_of(event, time.time())
+            text = _text_of(event)
             if text is not None:
                 self._outbox.put(text)
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from shoal.core.errors import StoreError
-from shoal.core.events import AnyEvent, Preparing, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, CheckpointSaved, Preparing, StepDone, WorkerSeen
 from shoal.store.environment import environment, git_state
 from shoal.store.home import NO_STORE, store_url
 from shoal.store.liveness import this_process
-from shoal.store.values import Happened, NewRun, RunEnd
+from shoal.store.values import NewRun, RunEnd
 
 if TYPE_CHECKING:
     from shoal.store.writing import RunWriter
@@ -70,7 +70,9 @@ class Recorder:
         if self._off or os.getpid() != self._pid or isinstance(event, Preparing):
             self._deliver()
             return
-        if self._waiting.add(event) >= WRITE_ROWS and not self._wake.is_set():
+        many = self._waiting.add(event) >= WRITE_ROWS
+        # With a checkpoint a run can go on from here: what came before it must not be missing then.
+        if (many or isinstance(event, CheckpointSaved)) and not self._wake.is_set():
             self._wake.set()
         if self._thread is None:
             self._start()
@@ -146,7 +148,7 @@ class Recorder:
                 if end is not None:
                     return
 
-    def _write(self, writer: RunWriter, happened: list[Happened], end: RunEnd | None) -> None:
+    def _write(self, writer: RunWriter, happened: list[AnyEvent], end: RunEnd | None) -> None:
         self._patiently(lambda: writer.write(happened, end))
 
     def _add_code_state(self, writer: RunWriter) -> None:
@@ -174,38 +176,38 @@ class Recorder:
 
 
 class _Waiting:
-    """Events that are not written yet, with the time at which they came. A bounded number."""
+    """Events that are not written yet, in the order in which they came. A bounded number."""
 
     def __init__(self) -> None:
         self.dropped = 0
         """Steps that had to go."""
         self._lock = threading.Lock()
-        self._moments: list[Happened] = []
+        self._events: list[AnyEvent] = []
 
     def add(self, event: AnyEvent) -> int:
         """How many there are now."""
         with self._lock:
-            self._moments.append(Happened(time.time(), event))
-            if len(self._moments) > MOST_WAITING:
+            self._events.append(event)
+            if len(self._events) > MOST_WAITING:
                 self._drop_oldest()
-            return len(self._moments)
+            return len(self._events)
 
-    def take(self) -> list[Happened]:
+    def take(self) -> list[AnyEvent]:
         with self._lock:
-            taken, self._moments = self._moments, []
+            taken, self._events = self._events, []
             return taken
 
     def _drop_oldest(self) -> None:
         """A tenth, and steps rather than what happens seldom."""
-        surplus = len(self._moments) - MOST_WAITING * 9 // 10
+        surplus = len(self._events) - MOST_WAITING * 9 // 10
         kept = []
-        for moment in self._moments:
-            if surplus > 0 and isinstance(moment.event, StepDone | WorkerSeen):
+        for event in self._events:
+            if surplus > 0 and isinstance(event, StepDone | WorkerSeen):
                 surplus -= 1
-                self.dropped += isinstance(moment.event, StepDone)
+                self.dropped += isinstance(event, StepDone)
             else:
-                kept.append(moment)
-        self._moments = kept[max(surplus, 0) :]
+                kept.append(event)
+        self._events = kept[max(surplus, 0) :]
 
 
 def _completed(new: NewRun) -> NewRun:

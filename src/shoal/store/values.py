@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from shoal.core.events import AnyEvent
 from shoal.core.settings import Setting
 
 RUNNING = "running"
@@ -145,10 +144,3 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """By all workers since this start; 0: what they told of themselves counts."""
     error: str | None = None
     traceback: str | None = None
-
-
-class Happened(NamedTuple):
-    """An event, and when it came in seconds since 1970."""
-
-    time: float
-    event: AnyEvent

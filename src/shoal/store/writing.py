@@ -9,13 +9,14 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Table, delete, insert, select, update
+from sqlalchemy import Connection, Table, delete, func, insert, select, update
 
 from shoal.core.errors import StoreError
 from shoal.core.events import (
     AnyEvent,
     CheckpointSaved,
     EvalDone,
+    Notice,
     Preparing,
     RunEnded,
     RunFailed,
@@ -26,7 +27,7 @@ from shoal.core.events import (
 from shoal.store import schema
 from shoal.store.schema import for_sqlite, to_json
 from shoal.store.store import Store
-from shoal.store.values import RUNNING, Happened, NewRun, RunEnd
+from shoal.store.values import RUNNING, NewRun, RunEnd
 
 LONGEST_TEXT = 100_000
 """Of an error or a traceback, in characters; the end of it is kept."""
@@ -45,6 +46,7 @@ class RunWriter:
         self._store = store
         self._new = new
         self._key: int | None = None
+        self._resumed = False
         self._before = _Sums(0.0, 0)
         self._now = _Progress()
 
@@ -65,25 +67,25 @@ class RunWriter:
             else:
                 key, before = there.key, _Sums(there.seconds, there.bytes_sent)
                 _resume(connection, key, self._new)
-        self._key, self._before = key, before
+        self._key, self._before, self._resumed = key, before, there is not None
 
     def describe(self, git_commit: str | None, git_dirty: bool | None) -> None:
         """Add what takes a while to find out."""
         with self._store.writing() as connection:
             self._update(connection, {"git_commit": git_commit, "git_dirty": git_dirty})
 
-    def write(self, happened: Sequence[Happened], end: RunEnd | None = None) -> None:
+    def write(self, happened: Sequence[AnyEvent], end: RunEnd | None = None) -> None:
         """Add what happened, in order; say that the run is alive, or with `end` how it ended."""
         progress = msgspec.structs.replace(self._now, sent=dict(self._now.sent))
-        for moment in happened:
-            progress.follow(moment)
+        for event in happened:
+            progress.follow(event)
         values = progress.values(self._before)
         if end is not None:
             values |= _ending(end, values["bytes_sent"], self._before)
         with self._store.writing() as connection:
             key = self._update(connection, values)
             for part in _parts(happened):
-                _add(connection, key, part)
+                _add(connection, key, part, resumed=self._resumed)
         self._now = progress
 
     def _update(self, connection: Connection, values: dict[str, Any]) -> int:
@@ -110,11 +112,10 @@ class _Progress(msgspec.Struct):
     metrics: dict[str, float] | None = None
     sent: dict[int, int] = {}
 
-    def follow(self, moment: Happened) -> None:
-        event = moment.event
+    def follow(self, event: AnyEvent) -> None:
         match event:
             case RunStarted():
-                self.started = moment.time
+                self.started = event.time
                 self.step = event.step
             case StepDone():
                 self.step, self.loss = event.step, float(event.loss)
@@ -126,7 +127,7 @@ class _Progress(msgspec.Struct):
                 self.step, self.loss = event.step, float(event.loss)
                 self.metrics = event.metrics or self.metrics
         if self.started is not None:
-            self.seconds = max(self.seconds, moment.time - self.started)
+            self.seconds = max(self.seconds, event.time - self.started)
 
     def values(self, before: _Sums) -> dict[str, Any]:
         """For the run's row; what is not known is left as it is."""
@@ -138,19 +139,21 @@ class _Progress(msgspec.Struct):
         }
 
 
-def _add(connection: Connection, key: int, part: Sequence[Happened]) -> None:
+def _add(connection: Connection, key: int, part: Sequence[AnyEvent], *, resumed: bool) -> None:
     """`part` has a RunStarted at its beginning or nowhere."""
-    if isinstance(part[0].event, RunStarted):
-        _start(connection, key, part[0].event)
+    if isinstance(part[0], RunStarted):
+        _start(connection, key, part[0])
+        if resumed:
+            part = [part[0], *_notice_of_gap(connection, key, part[0]), *part[1:]]
     _add_steps(connection, key, part)
     _add_events(connection, key, part)
     _add_checkpoints(connection, key, part)
     _add_workers(connection, key, part)
 
 
-def _parts(happened: Sequence[Happened]) -> list[Sequence[Happened]]:
+def _parts(happened: Sequence[AnyEvent]) -> list[Sequence[AnyEvent]]:
     """Cut before each RunStarted, which takes back steps that came before it."""
-    cuts = [place for place, moment in enumerate(happened) if isinstance(moment.event, RunStarted)]
+    cuts = [place for place, event in enumerate(happened) if isinstance(event, RunStarted)]
     edges = sorted({0, *cuts, len(happened)})
     return [happened[low:high] for low, high in pairwise(edges)]
 
@@ -214,6 +217,21 @@ def _start(connection: Connection, key: int, event: RunStarted) -> None:
     )
 
 
+def _notice_of_gap(connection: Connection, key: int, event: RunStarted) -> list[AnyEvent]:
+    """A notice if the run goes on from a later step than the last one that was written, unless it was made before."""
+    steps, events = schema.steps.c, schema.events.c
+    first = 1 + (connection.scalar(select(func.max(steps.step)).where(steps.run == key)) or 0)
+    if first > event.step:
+        return []
+    which = f"step {first} is" if first == event.step else f"steps {first}–{event.step} are"
+    they = "it was" if first == event.step else "they were"
+    text = f"{which} not in the store: the run was killed before {they} written"
+    made = select(events.data).where(events.run == key, events.kind == "Notice", events.step == event.step)
+    if any(data.get("text") == text for data in connection.scalars(made)):
+        return []
+    return [Notice(step=event.step, time=event.time, text=text)]
+
+
 def _ending(end: RunEnd, bytes_sent: int, before: _Sums) -> dict[str, Any]:
     told: dict[str, Any] = {"step": end.step or None, "loss": end.loss, "metrics": end.metrics or None}
     return {name: value for name, value in told.items() if value is not None} | {
@@ -225,13 +243,11 @@ def _ending(end: RunEnd, bytes_sent: int, before: _Sums) -> dict[str, Any]:
     }
 
 
-def _add_steps(connection: Connection, key: int, part: Iterable[Happened]) -> None:
+def _add_steps(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
     """Straight to the driver, many rows in a statement: each statement may hand the interpreter lock over twice."""
     is_sqlite = connection.dialect.name == "sqlite"
     # By number: one statement must not meet the same row twice.
-    rows = {
-        event.step: _step_row(key, moment, event, is_sqlite) for moment, event in part if isinstance(event, StepDone)
-    }
+    rows = {event.step: _step_row(key, event, is_sqlite) for event in part if isinstance(event, StepDone)}
     every = list(rows.values())
     for low in range(0, len(every), _ROWS_AT_ONCE):
         some = every[low : low + _ROWS_AT_ONCE]
@@ -239,13 +255,13 @@ def _add_steps(connection: Connection, key: int, part: Iterable[Happened]) -> No
         connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
 
 
-def _step_row(key: int, moment: float, event: StepDone, is_sqlite: bool) -> tuple[Any, ...]:
+def _step_row(key: int, event: StepDone, is_sqlite: bool) -> tuple[Any, ...]:
     loss, norm = float(event.loss), None if event.norm is None else float(event.norm)
     rate = float(event.rates[0]) if event.rates else None
     if is_sqlite:
         loss, rate, norm = for_sqlite(loss), for_sqlite(rate), for_sqlite(norm)
     logs = to_json(event.logs) if event.logs else None
-    return key, event.step, event.time or moment, event.epoch, loss, event.samples, rate, norm, logs
+    return key, event.step, event.time, event.epoch, loss, event.samples, rate, norm, logs
 
 
 @cache
@@ -258,10 +274,10 @@ def _step_sql(mark: str, rows: int) -> str:
     )
 
 
-def _add_events(connection: Connection, key: int, part: Iterable[Happened]) -> None:
+def _add_events(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
     rows = [
-        {"run": key, "time": moment, "step": event.step, "kind": type(event).__name__, "data": _data(event)}
-        for moment, event in part
+        {"run": key, "time": event.time, "step": event.step, "kind": type(event).__name__, "data": _data(event)}
+        for event in part
         if not isinstance(event, StepDone | WorkerSeen | Preparing)
     ]
     if rows:
@@ -269,24 +285,24 @@ def _add_events(connection: Connection, key: int, part: Iterable[Happened]) -> N
 
 
 def _data(event: AnyEvent) -> dict[str, Any]:
-    """Its fields, but the step, and what the run's own row has."""
-    left_out = {"step", "config"} if isinstance(event, RunStarted) else {"step"}
+    """Its fields, but those that have a column, and what the run's own row has."""
+    left_out = {"step", "time", "config"} if isinstance(event, RunStarted) else {"step", "time"}
     data = {name: value for name, value in msgspec.structs.asdict(event).items() if name not in left_out}
     if isinstance(event, RunFailed):
         data["traceback"] = event.traceback[-LONGEST_TEXT:]
     return data
 
 
-def _add_checkpoints(connection: Connection, key: int, part: Iterable[Happened]) -> None:
+def _add_checkpoints(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
     rows = {
-        event.path: {"run": key, "path": _clean(event.path), "step": event.step, "time": moment, "best": event.best}
-        for moment, event in part
+        event.path: {"run": key, "path": _clean(event.path), "step": event.step, "time": event.time, "best": event.best}
+        for event in part
         if isinstance(event, CheckpointSaved)
     }
     _upsert(connection, schema.checkpoints, list(rows.values()))
 
 
-def _add_workers(connection: Connection, key: int, part: Iterable[Happened]) -> None:
+def _add_workers(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
     rows = {
         event.worker: {
             "run": key,
@@ -298,7 +314,7 @@ def _add_workers(connection: Connection, key: int, part: Iterable[Happened]) -> 
             "pid": event.pid,
             "host": event.host,
         }
-        for _, event in part
+        for event in part
         if isinstance(event, WorkerSeen)
     }
     _upsert(connection, schema.workers, list(rows.values()))

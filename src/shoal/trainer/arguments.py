@@ -10,6 +10,8 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 
+_LONGEST_NAME = 120
+
 
 def as_path(name: str, given: Any) -> Path:
     if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
@@ -49,11 +51,43 @@ def check_builder(build: Callable[..., Any]) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
-        given = repr(optimizer) if isinstance(optimizer, (str, int, float)) else f"a {type(optimizer).__name__}"
         raise ConfigError(
-            f"optimizer={given}; it must be a function that builds an optimizer, such as "
+            f"optimizer={_shown(optimizer)}; it must be a function that builds an optimizer, such as "
             "lambda params: torch.optim.SGD(params, lr=0.1)"
         )
+
+
+def check_loss(loss: Any) -> None:
+    """A function of model and batch; the losses of torch are functions of output and target."""
+    check_functions(loss=loss)
+    if type(loss).__module__ == "torch.nn.modules.loss":
+        raise ConfigError(
+            f"loss={type(loss).__name__}() is a function of an output and a target; loss= is called with the model and "
+            f"a batch: loss=lambda model, batch: {type(loss).__name__}()(model(batch[0]), batch[1])"
+        )
+
+
+def _shown(given: Any) -> str:
+    """As it was written, where that says something: the default text of an object is an address."""
+    return repr(given) if isinstance(given, (str, int, float)) else f"an object of type {type(given).__name__}"
+
+
+def check_schedule(schedule: Any) -> None:
+    if schedule is not None and not callable(schedule):
+        raise ConfigError(
+            f"schedule={_shown(schedule)}; it must be a function that builds a scheduler, such as "
+            "lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+        )
+
+
+def check_name(name: str) -> str:
+    """A run's name: part of its folder's name, and shown in lists."""
+    if len(name) > _LONGEST_NAME or not name.isprintable():
+        shown = name if len(name) <= 60 else f"{name[:60]}…"
+        raise ConfigError(
+            f"name={shown!r} cannot be the name of a run; use at most {_LONGEST_NAME} characters that can be printed"
+        )
+    return name
 
 
 def check_functions(*, optional: bool = False, **given: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -105,7 +106,8 @@ def show_config(config: Mapping[str, Setting], who: str) -> None:
     if not now.show_config:
         return
     if settings.progress_mode() == "json":
-        print(msgspec.json.encode({name: msgspec.to_builtins(setting) for name, setting in config.items()}).decode())
+        lines = msgspec.json.encode({name: msgspec.to_builtins(setting) for name, setting in config.items()}).decode()
+        print(lines, file=now.stream or sys.stdout)
         raise SystemExit(0)
     width = max(map(len, config))
     print(f"{who}: what `shoal run` and the script say. A flag beats the script, the script beats the default.\n")

@@ -6,6 +6,7 @@ Python prints an exception's notes last, so that is where the traceback goes: wh
 from __future__ import annotations
 
 import signal
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from shoal.trainer.messages import Failed
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
 
+_WIDTH = 76
 _MOST_TEXT = 200_000
 """Characters of a message or a traceback."""
 
@@ -47,8 +49,20 @@ _HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         "CUDA does not survive a fork: use engine='local:start=script', and leave CUDA alone before fit()",
     ),
     (
+        (
+            "must be Tensor, not",
+            "'Linear' object has no attribute 'size'",
+            "'Sequential' object has no attribute 'size'",
+        ),
+        "loss= and predict= are called as fn(model, batch): the model comes first, then what the data set gives",
+    ),
+    (
+        ("Trying to backward through the graph a second time",),
+        "leave .backward() out of the loss: Shoal calls it, once for each part of the batch",
+    ),
+    (
         ("shapes cannot be multiplied", "size mismatch", "must match the size of tensor"),
-        "a shape does not fit: print the shapes of a batch in the loss, or of `collate([data[0], data[1]])`",
+        "a shape does not fit: print the shapes of the tensors in that line",
     ),
     (
         ("expected scalar type", "must have the same dtype", "Found dtype"),
@@ -105,14 +119,14 @@ def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | 
     if session is None or session.where is None:
         return "", None, None
     if session.evaluating:
-        return f" in the evaluation after step {session.step}", session.step, None
+        return f"in the evaluation after step {session.step}, ", session.step, None
     at = session.where
     atoms = cut(at.samples)
     mine = share(len(atoms), session.workers)[session.rank]
     if mine.start == mine.stop:
-        return f" at step {at.step} (it has no samples of this batch)", at.step, None
+        return f"in step {at.step + 1} (it has no samples of this batch), ", at.step, None
     positions = at.start + atoms[mine.start].start, at.start + atoms[mine.stop - 1].stop - 1
-    return f" at step {at.step} (positions {positions[0]}–{positions[1]} of its epoch)", at.step, positions
+    return f"in step {at.step + 1} (positions {positions[0]}–{positions[1]} of its epoch), ", at.step, positions
 
 
 def _text(make: Callable[[], str]) -> str:
@@ -145,7 +159,7 @@ def as_error(worker: int, workers: int, failed: Failed, logs: Path | None) -> Sh
         else:
             what = f"raised {failed.kind}: {failed.message}" if failed.message else f"raised {failed.kind}"
         error = WorkerError(
-            f"worker {worker} {what}{failed.where}",
+            f"{failed.where}worker {worker} {what}",
             worker=worker,
             step=failed.step,
             positions=failed.positions,
@@ -168,16 +182,18 @@ def _tell(error: Exception, worker: int, workers: int, failed: Failed, logs: Pat
 
 def _facts(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
     facts = [f"worker {worker} of {workers}"]
-    if failed.step is not None:
-        facts.append(f"step {failed.step}")
+    if failed.where:
+        facts.append(failed.where.partition(" (")[0].removeprefix("in ").rstrip(", "))
+    elif failed.step is not None:
+        facts.append(f"step {failed.step + 1}")
     if failed.positions is not None:
         facts.append(f"data positions {failed.positions[0]}–{failed.positions[1]} of the epoch")
-    if failed.place:
-        facts.append(failed.place)
     lines = [" · ".join(facts)]
+    if failed.place:
+        lines.append(f"at {failed.place}")
     hint = hint_for(failed)
     if hint:
-        lines.append(f"hint: {hint}")
+        lines += textwrap.wrap(hint, _WIDTH, initial_indent="hint: ", subsequent_indent="      ")
     if logs is not None:
         lines.append(f"log:  {log_path(logs, worker, ERR)}")
     return "\n".join(lines)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EvalDone, Notice, RunEnded
+from shoal.layouts.single import uses_batch_statistics
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
@@ -93,6 +95,13 @@ class _Record:
 def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
     """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
     model.to(session.device)
+    if session.workers > 1 and uses_batch_statistics(model) and not session.deterministic:
+        text = "BatchNorm is in train mode: each worker normalises over its own part of the batch, as with DDP, so the "
+        text += "result depends on the number of workers (docs/limits.md)"
+        session.channel.emit(Notice(step=0, text=text))
+    if recipe.metrics and recipe.eval_data is None and settings.current().report:  # not within cross-validation
+        text = "metrics= are computed in evaluations, and there is no eval_data=: there will be none during training"
+        session.channel.emit(Notice(step=0, text=text))
     if not model.training:
         text = "the model is in eval mode, so dropout and BatchNorm do not train; call model.train() before fit()"
         session.channel.emit(Notice(step=0, text=text))

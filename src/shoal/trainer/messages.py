@@ -22,7 +22,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
     traceback: str
     where: str
-    """In words, for the end of a sentence; empty if that is not known."""
+    """In words, for the beginning of a sentence; empty if that is not known."""
     place: str
     """The line of the user's own code, in words; empty if there is none."""
     step: int | None

@@ -72,7 +72,7 @@ class RunDir:
             self.close()
             raise RunDirError(
                 f"run_dir={str(path)!r} cannot be written ({error.strerror}); give run_dir= a folder that you "
-                "may write to"
+                "may write to, or set SHOAL_HOME to one for all runs"
             ) from None
 
     def _take_lock(self) -> None:
@@ -212,6 +212,12 @@ def _run_of(checkpoints: Path) -> Path | None:
     return checkpoints.parent if checkpoints.name == _CHECKPOINTS else None
 
 
+def newest_checkpoint(folder: Path | None) -> Path | None:
+    """The checkpoint of the highest step in a run's folder; it is not looked into."""
+    found = sorted((folder / _CHECKPOINTS).glob("step-*/manifest.json")) if folder is not None else []
+    return found[-1].parent if found else None
+
+
 def _runs_named(name: str) -> list[Path]:
     root = runs_root()
     runs = [path for path in root.iterdir() if read_about(path).get("name") == name] if root.is_dir() else []
@@ -220,5 +226,6 @@ def _runs_named(name: str) -> list[Path]:
 
 def _some_runs() -> str:
     root = runs_root()
-    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    runs = list(root.iterdir()) if root.is_dir() else []
+    names = [path.name for path in sorted(runs, key=lambda path: float(read_about(path).get("started") or 0.0))]
     return f"; the newest there: {', '.join(names[-3:])}" if names else ""

@@ -22,6 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.errors import CheckpointMismatch, CheckpointWriteError, ConfigError
 from shoal.core.events import CheckpointSaved, RunStarted, WorkerSeen
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
@@ -283,6 +284,8 @@ class Session:
             trained.exchange.close()
         if self._saving.checkpoints is not None:
             self._saving.checkpoints.close()
+            with suppress(CheckpointWriteError):
+                self._tell_saved()
 
     # -- for a step ----------------------------------------------------------------------------------------------------
 
@@ -427,6 +430,8 @@ class Session:
                 steps_per_epoch=course.steps_per_epoch,
                 samples_per_epoch=course.size,
                 batch_size=course.batch,
+                parameters=sum(param.numel() for module in self._modules() for param in module.parameters()),
+                optimizers=[type(trained.optimizer).__name__ for trained in self._trained.values()],
             )
         )
 
@@ -478,6 +483,8 @@ class Session:
         volatile = [buffer for module in self._modules() for buffer in module.buffers()]
         if not self._overlap:
             volatile += self._changed_by_anyone(trees)
+        # the record should not be behind the checkpoint that the run may go on from
+        self.channel.flush()
         # `begin` would wait too, but only the last of two saves would be told of
         self._saving.checkpoints.finish()
         self._tell_saved()
@@ -497,3 +504,4 @@ class Session:
         saved = self._saving.checkpoints.check()
         if saved is not None:
             self.channel.emit(CheckpointSaved(step=saved.step, path=str(saved.path), best=saved.best))
+            self.channel.flush()

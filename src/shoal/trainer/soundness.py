@@ -22,7 +22,7 @@ def refuse_not_finite(params: Params, step: int) -> None:
             if bool(torch.isfinite(param).all()):
                 continue
             raise NotFiniteError(
-                f"parameter {name!r} is not finite after step {step - 1}; it is not checkpointed. Lower the "
+                f"parameter {name!r} is not finite after step {step}; it is not checkpointed. Lower the "
                 "learning rate, or set clip=",
                 step=step - 1,
             )

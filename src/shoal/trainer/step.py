@@ -371,7 +371,7 @@ class Step:
     def _refuse_unapplied(self) -> None:
         if self._in_phase and self._complete and not self._applied:
             raise ConfigError(
-                f"step {self.number} has gradients that were never applied; call step.apply(optimizer) after "
+                f"step {self.number + 1} has gradients that were never applied; call step.apply(optimizer) after "
                 "`for batch in step:`"
             )
 
@@ -392,7 +392,7 @@ class Step:
         }
         if not weight > 0.0:
             raise ConfigError(
-                f"the weight of step {self.number} is {weight:g} over all workers; a step must have some weight"
+                f"the weight of step {self.number + 1} is {weight:g} over all workers; a step must have some weight"
             )
         loss /= weight
         if loss - loss != 0.0:
@@ -448,9 +448,9 @@ class Step:
         if worker is not None:
             spans = self._loop.spans(self.samples, worker)
             positions = self.span.start + spans[0].start, self.span.start + spans[-1].stop - 1
-            where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch})"
+            where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch + 1})"
         return NotFiniteError(
-            f"{what} at step {self.number}{where}; {self._first_not_finite()}. "
+            f"{what} in step {self.number + 1}{where}; {self._first_not_finite()}. "
             "Lower the learning rate, set clip=, or look for bad values in these samples",
             worker=worker,
             step=self.number,
@@ -487,7 +487,6 @@ class Step:
                 rates=session.rates(),
                 norm=update.norm,
                 logs=update.logs,
-                time=time.time(),
             )
             session.channel.emit(done)
         if self.span.stop == self._loop.course.size:

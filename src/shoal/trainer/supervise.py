@@ -41,6 +41,8 @@ from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link, LinkClosed
 
 _TICK_SECONDS = 0.1
+_LAST_WORDS_SECONDS = 0.5
+"""How long the end of a run waits for worker 0 when another one has failed."""
 _SIGNAL_NOTICE = {
     PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
     INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
@@ -126,6 +128,7 @@ class _Supervisor:
             arrival = self._crew.next(_TICK_SECONDS)
             self._tick()
             if isinstance(arrival, Ended):
+                self._hear_worker_0(arrival.worker)
                 raise ended_error(arrival, self._tail.folder)
             if isinstance(arrival, Message):
                 self._take(arrival)
@@ -154,7 +157,10 @@ class _Supervisor:
             parcel, *buffers = arrival.buffers
             self._values[arrival.worker] = unseal(bytes(parcel), buffers)
         elif isinstance(message, Failed):
-            raise self._root_cause(arrival.worker, message)
+            error = self._root_cause(arrival.worker, message)
+            if not message.secondary:
+                self._hear_worker_0(arrival.worker)
+            raise error
         else:
             self._tell(message)
 
@@ -166,6 +172,29 @@ class _Supervisor:
         if message.ask:
             self._crew.send(0, encode(Decided(self._wanted())))
 
+    def _hear_worker_0(self, failed: int) -> None:
+        """Take in what worker 0 has still to tell of the run: it sends events in batches.
+
+        The end of the worker that failed breaks the exchange that worker 0 is in, or comes to; then it tells.
+        """
+        if failed == 0:
+            return
+        self._crew.kill(failed)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            arrival = self._crew.next(left)
+            if arrival is None:
+                return
+            if isinstance(arrival, Ended):
+                if arrival.worker == 0:
+                    return
+                continue
+            message = decode_up(arrival.header)
+            if isinstance(message, Happened):
+                self._tell(message)
+            elif arrival.worker == 0:
+                return
+
     def _root_cause(self, worker: int, failed: Failed) -> ShoalError:
         """The failure to show: if this worker only lost its peers, the one that left first."""
         while failed.secondary:
@@ -175,6 +204,8 @@ class _Supervisor:
             if arrival is None:
                 break
             message = decode_up(arrival.header)
-            if isinstance(message, Failed) and not message.secondary:
+            if isinstance(message, Happened):
+                self._tell(message)
+            elif isinstance(message, Failed) and not message.secondary:
                 worker, failed = arrival.worker, message
         return as_error(worker, self._crew.workers, failed, self._tail.folder)

@@ -19,15 +19,20 @@ from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
+from shoal.core.settings import DEFAULT
+from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
     check_callbacks,
     check_functions,
+    check_loss,
     check_model,
+    check_name,
     check_number,
     check_optimizer,
+    check_schedule,
     check_whole,
 )
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
@@ -38,7 +43,15 @@ from shoal.trainer.landing import Landing
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
-from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, runs_root
+from shoal.trainer.rundir import (
+    RunDir,
+    default_name,
+    find_checkpoint,
+    new_run_id,
+    newest_checkpoint,
+    read_about,
+    runs_root,
+)
 from shoal.trainer.session import Session
 from shoal.trainer.start import (
     Start,
@@ -48,7 +61,7 @@ from shoal.trainer.start import (
     is_main_process,
     is_spmd,
 )
-from shoal.trainer.watch import Identity, Unwatched, Watch
+from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
@@ -124,8 +137,9 @@ class Trainer(Configured):
         _check_membership(self.workers, min_workers, max_workers)
         check_model(model)
         check_optimizer(optimizer)
-        check_functions(loss=loss)
-        check_functions(optional=True, schedule=schedule, collate=collate, predict=predict)
+        check_loss(loss)
+        check_schedule(schedule)
+        check_functions(optional=True, collate=collate, predict=predict)
         size = check_data(data, "data")
         if eval_data is not None:
             check_data(eval_data, "eval_data")
@@ -136,7 +150,7 @@ class Trainer(Configured):
         check_whole(None, seed=seed)
         check_number("clip", clip, "a number above 0", lambda value: 0 < value < float("inf"))
         check_number("ema", ema, "a decay between 0 and 1", lambda value: 0 < value < 1)
-        metrics = metrics if isinstance(metrics, str) else tuple(metrics)
+        metrics = metrics if not isinstance(metrics, (list, tuple)) else tuple(metrics)
         _check_metrics(metrics, predict)
         check_callbacks(callbacks)
         if resume is not None:
@@ -146,12 +160,13 @@ class Trainer(Configured):
         self.model = self._build(model, seed)
         self.seed = seed
         self.deterministic = bool(deterministic)
-        self.name = default_name() if name is None else str(name)
+        self.name = check_name(default_name() if name is None else str(name))
         self.run_dir = None if run_dir is None else as_path("run_dir", run_dir).absolute()
         self.resume = resume
         self.checkpoint_every = checkpoint_every
         self.keep = keep
         self.callbacks = tuple(callbacks)
+        self._identity: Identity | None = None
         self.settle(workers=self.workers, name=self.name)
         if steps is None:
             self.settle(epochs=1 if epochs is None else epochs)
@@ -215,7 +230,11 @@ class Trainer(Configured):
             # Shoal's own frames are not where to look; the worker's traceback is in the error
             raise error.with_traceback(None) from None
         except KeyboardInterrupt:
+            if signals.asked is None:  # raised by a callback
+                raise
             raise self._ended_at_once() from None
+        except Exception as error:
+            raise error.with_traceback(trimmed(error.__traceback__))  # noqa: B904
         # after the handlers are gone: a signal that came too late to end the run still ends the script
         reason = signals.asked or result.stopped
         if reason in (PREEMPTED, INTERRUPTED):
@@ -252,6 +271,11 @@ class Trainer(Configured):
         loaded, folder = find_checkpoint(
             self.resume, run_dir=self.run_dir, name=self.name, warn=warn, progress=watch.read_checkpoint
         )
+        if loaded is not None and loaded.step > self.recipe.total_steps:
+            raise ConfigError(
+                f"resume: the checkpoint {loaded.path} is at step {loaded.step}, and this run has only "
+                f"{self.recipe.total_steps} steps; give it the epochs= or steps= that it had, or more"
+            )
         for tree, argument, given in (
             ("schedule", "schedule=", self.recipe.schedule),
             ("average", "ema=", self.recipe.ema),
@@ -314,20 +338,24 @@ class Trainer(Configured):
     def _stopped_by_signal(self, reason: str, result: Result) -> Preempted | Interrupted:
         """What leaves the script. That prints no traceback, so the message is printed now."""
         resume = "last" if self.run_dir is not None else result.run_id
-        where = f"at step {result.steps}, checkpointed in {result.run_dir}; go on with resume={resume!r}"
-        stopped: Preempted | Interrupted
-        if reason == PREEMPTED:
-            stopped = Preempted(f"shoal: stopped by SIGTERM {where}")
+        signal = "SIGTERM" if reason == PREEMPTED else "Ctrl-C"
+        if result.stopped is None:
+            text = f"shoal: {signal} came when the run was complete, at step {result.steps}"
         else:
-            stopped = Interrupted(f"shoal: stopped by Ctrl-C {where}")
+            how = f" resume={resume!r}"
+            if settings.current().command and self._identity is not None:
+                how = f": {resume_command(self._identity)}"
+            text = (
+                f"shoal: stopped by {signal} at step {result.steps}, checkpointed in {result.run_dir}; go on with{how}"
+            )
+        stopped = Preempted(text) if reason == PREEMPTED else Interrupted(text)
         print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
     def _ended_at_once(self) -> Interrupted:
-        where = f" in {self.run_dir}" if self.run_dir is not None else ""
-        stopped = Interrupted(
-            f"shoal: ended at once by a second Ctrl-C; go on from the last checkpoint{where} with resume='last'"
-        )
+        newest = newest_checkpoint(None if self._identity is None else self._identity.run_dir)
+        how = "it had no checkpoint yet" if newest is None else f"its newest checkpoint is {newest}"
+        stopped = Interrupted(f"shoal: ended at once by a second Ctrl-C; {how}")
         print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
@@ -417,6 +445,10 @@ class _Folder:
         continued = self.resumed is not None and (folder is None or folder.resolve() == self.resumed.resolve())
         self.continued = continued
         known = str(loaded.meta.get("run_id") or "") if loaded is not None and continued else ""
+        self.name = trainer.name
+        if continued and trainer.config["name"].origin == DEFAULT and self.resumed is not None:
+            # a run keeps its name, also when it goes on under another command
+            self.name = str(read_about(self.resumed).get("name") or trainer.name)
         self.run_id = known or new_run_id(trainer.name)
         self.path = trainer.run_dir or (self.resumed if continued and self.resumed else runs_root() / self.run_id)
         self._held: RunDir | None = None
@@ -431,20 +463,21 @@ class _Folder:
 
     def identity(self) -> Identity:
         trainer = self.trainer
-        return Identity(
+        trainer._identity = Identity(
             run_id=self.run_id,
-            name=trainer.name,
+            name=self.name,
             workers=trainer.workers,
             run_dir=self.path,
             config=trainer.config,
             resumed=self.continued,
         )
+        return trainer._identity
 
     def _about(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
             "run_id": self.run_id,
-            "name": trainer.name,
+            "name": self.name,
             "started": time.time(),
             "workers": trainer.workers,
             "batch_size": trainer.recipe.batch_size,

@@ -5,7 +5,8 @@ All of it lives in the process that called `fit()`, or in worker 0 where the scr
 
 from __future__ import annotations
 
-import os
+import getpass
+import re
 import shlex
 import sys
 import time
@@ -22,6 +23,7 @@ from shoal.core.errors import ShoalError, WorkerError
 from shoal.core.events import (
     AnyEvent,
     Callback,
+    CheckpointSaved,
     Preparing,
     RunEnded,
     RunFailed,
@@ -33,7 +35,7 @@ from shoal.core.events import (
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
 from shoal.monitor.display.display import Display
-from shoal.store.home import NO_STORE, store_url
+from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.start import is_main_process
 
@@ -89,7 +91,7 @@ class Watch:
         now = settings.current()
         self._main = is_main_process()
         self._mode = settings.progress_mode() if self._main else "quiet"
-        self._display = Display(self._mode, verbose=now.verbose)
+        self._display = Display(self._mode, verbose=now.verbose, stream=now.stream if self._main else None)
         self._callbacks = callbacks
         self._listeners: list[Callback] = []
         self._identity: Identity | None = None
@@ -100,6 +102,7 @@ class Watch:
         self._step, self._loss = 0, float("nan")
         self._metrics: dict[str, float] = {}
         self._bytes_sent = 0
+        self._checkpointed = 0
         self._ended: RunEnded | None = None
         self._failed: RunFailed | None = None
         self.began = False
@@ -168,8 +171,16 @@ class Watch:
                 if watcher is not None:
                     watcher(event)
         stop = None
-        for callback in [*self._listeners, *self._callbacks]:
-            answer = callback(event)
+        for listener in self._listeners:
+            listener(event)
+        for number, callback in enumerate(self._callbacks):
+            try:
+                answer = callback(event)
+            except Exception as error:
+                name = getattr(callback, "__qualname__", type(callback).__qualname__)
+                what = f"{type(event).__name__} of step {event.step}"
+                error.add_note(f"\n  callbacks[{number}], {name}, raised it for {what}")
+                raise
             stop = answer if isinstance(answer, Stop) else stop
         self.stop = self.stop or stop
         return stop
@@ -178,7 +189,7 @@ class Watch:
         self._display.tick()
 
     def output(self, worker: int, stream: str, text: str) -> None:
-        if stream == "err":
+        if stream == "err" and self._mode != "json":
             text = "".join(line for line in text.splitlines(keepends=True) if not self._said_by_another(worker, line))
         if text:
             self._display.output(worker, stream, text)
@@ -211,18 +222,20 @@ class Watch:
         self._step = max(self._step, event.step)
         if isinstance(event, StepDone):
             self._loss = event.loss
+        elif isinstance(event, CheckpointSaved):
+            self._checkpointed = event.step
+        elif isinstance(event, RunStarted):
+            self._checkpointed = max(self._checkpointed, event.step)
 
     def _fail(self, error: BaseException) -> None:
         worker = error.worker if isinstance(error, WorkerError) else None
         told = error.worker_traceback if isinstance(error, ShoalError) else None
         if worker is None and told is None and not self.began:
             return  # refused before a worker did anything: that leaves no record
-        if isinstance(error, KeyboardInterrupt):
-            text = "ended at once by a second Ctrl-C"
-        else:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = "ended at once by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}".splitlines()[0]
         facts = error.facts if isinstance(error, ShoalError) else ""
-        trace = "\n\n".join(filter(None, [told or own_traceback(error), facts]))
+        trace = "" if interrupted else "\n\n".join(filter(None, [told or own_traceback(error), facts]))
         self._failed = RunFailed(step=self._step, error=text, traceback=trace, worker=worker)
         # what a listener or a callback may raise now is not what the run failed of
         with suppress(Exception):
@@ -232,11 +245,11 @@ class Watch:
         assert self._identity is not None
         if not (self._main and self.began):
             return
-        if error is None and self._ended is not None:
-            self._pass_on(self._ended)
         if self._folded:
             logs = "" if self._identity.run_dir is None else f"; all of them are in {self._identity.run_dir / 'logs'}"
             self.warn(f"{self._folded} lines on stderr were the same on several workers and are shown once{logs}")
+        if error is None and self._ended is not None:
+            self._pass_on(self._ended)
         self._end_record(error)
         for listener in self._listeners:
             close = getattr(listener, "close", None)
@@ -246,6 +259,17 @@ class Watch:
         self._display.close()
         with suppress(ImportError):
             self._report(failed=error is not None)
+        if isinstance(error, ShoalError):
+            self._say_where_to_look(error)
+
+    def _say_where_to_look(self, error: ShoalError) -> None:
+        """The last lines on the screen: where the record is, and how to go on if there is a checkpoint."""
+        assert self._identity is not None
+        lines = [f"  run:  shoal show {self._identity.run_id}"] if self._recorder is not None else []
+        if self._checkpointed:
+            lines.append(f"  resume from step {self._checkpointed}:  {resume_command(self._identity)}")
+        if lines:
+            error.add_note("\n".join(lines))
 
     def _end_record(self, error: BaseException | None) -> None:
         if self._recorder is None:
@@ -334,9 +358,16 @@ def new_run(identity: Identity) -> NewRun:
         host=process.host,
         pid=process.pid,
         pid_started=process.started,
-        user=os.environ.get("USER") or str(os.getuid()),
+        user=_user(),
         config=identity.config,
     )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 _SECRET = ("key", "token", "secret", "password", "passwd")
@@ -349,15 +380,43 @@ def masked(command: Sequence[str]) -> list[str]:
     for word in command:
         option, equals, _ = word.partition("=")
         secret = word.startswith("-") and any(part in option.lower() for part in _SECRET)
-        shown.append("***" if hide else f"{option}=***" if secret and equals else word)
+        shown.append("***" if hide else f"{option}=***" if secret and equals else _without_password(word))
         hide = secret and not equals
     return shown
 
 
+def _without_password(word: str) -> str:
+    """A URL keeps its user and loses its password, and what looks like one in its query."""
+    word = re.sub(r"(\w+://[^/\s:@]*):[^/\s@]*@", r"\1:***@", word)
+    return re.sub(rf"([?&]\w*(?:{'|'.join(_SECRET)})\w*=)[^&\s]*", r"\1***", word, flags=re.IGNORECASE)
+
+
 def resume_command(identity: Identity) -> str:
     """How to go on with a run, as one would type it."""
+    resume = identity.run_id if identity.run_dir is None or _is_home_of(identity) else "last"
+    typed = settings.current().command
+    if typed:
+        return shlex.join(["shoal", *masked(_resuming(typed, resume))])
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
-    resume = identity.run_id if identity.name else str(identity.run_dir)
     if script and Path(script).suffix == ".py":
-        return f"shoal run {shlex.quote(script)} --resume {shlex.quote(resume)}"
+        rest = ["--", *masked(sys.argv[1:])] if len(sys.argv) > 1 else []
+        return shlex.join(["shoal", "run", script, "--resume", resume, *rest])
     return f"resume={resume!r}"
+
+
+def _is_home_of(identity: Identity) -> bool:
+    """Whether the run is found by its id: it lies where runs lie that were given no folder."""
+    return identity.run_dir is not None and identity.run_dir == shoal_home() / "runs" / identity.run_id
+
+
+def _resuming(typed: Sequence[str], resume: str) -> list[str]:
+    """The words of `shoal run ...` as they were typed, but with another --resume."""
+    at = typed.index("--") if "--" in typed else len(typed)
+    words, kept = list(typed[:at]), []
+    while words:
+        word = words.pop(0)
+        if word == "--resume":
+            del words[:1]
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    return [*kept, "--resume", resume, *typed[at:]]

@@ -44,7 +44,7 @@ class JsonView:
         if name is None:
             name = self._names[kind] = _WORD.sub("_", kind.__name__).lower()
         fields = msgspec.structs.asdict(event)
-        moment = fields.pop("time", 0.0) or time.time()
+        moment = fields.pop("time")
         self._hold({"event": name, "time": moment, **fields}, soon=kind not in (StepDone, WorkerSeen))
 
     def tick(self) -> None:

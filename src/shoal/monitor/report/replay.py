@@ -12,34 +12,34 @@ from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow
 
 def replayed(
     info: RunInfo, steps: Iterable[StepRow], rows: Iterable[EventRow], checkpoints: Iterable[CheckpointRow]
-) -> list[tuple[float, ev.AnyEvent]]:
+) -> list[ev.AnyEvent]:
     """In order of time, with a `RunStarted` first."""
-    found: list[tuple[float, ev.AnyEvent]] = []
+    found: list[ev.AnyEvent] = []
     for row in rows:
         if row.kind != "WorkerSeen" and (event := _event(row)) is not None:
-            found.append((row.time, event))
-    told = {(event.step, event.path) for _, event in found if isinstance(event, ev.CheckpointSaved)}
+            found.append(event)
+    told = {(event.step, event.path) for event in found if isinstance(event, ev.CheckpointSaved)}
     found += [
-        (row.time, ev.CheckpointSaved(step=row.step, path=row.path, best=row.best))
+        ev.CheckpointSaved(step=row.step, time=row.time, path=row.path, best=row.best)
         for row in checkpoints
         if (row.step, row.path) not in told
     ]
-    found += [(row.time, _step(row)) for row in steps]
-    found.sort(key=lambda timed: timed[0])
+    found += [_step(row) for row in steps]
+    found.sort(key=lambda event: event.time)
     return _started_first(info, found)
 
 
-def _started_first(info: RunInfo, found: list[tuple[float, ev.AnyEvent]]) -> list[tuple[float, ev.AnyEvent]]:
-    """Steps are timed by a worker and the rest where the run was recorded: their clocks may differ."""
-    starts = [at for at, (_, event) in enumerate(found) if isinstance(event, ev.RunStarted)]
-    when, start = found.pop(starts[0]) if starts else (info.created, _start(info))
-    earliest = min([when, *(timed[0] for timed in found[:1])])
-    return [(earliest, start), *found]
+def _started_first(info: RunInfo, found: list[ev.AnyEvent]) -> list[ev.AnyEvent]:
+    """Events are timed where they happen, on workers and where the run was started: their clocks may differ."""
+    starts = [at for at, event in enumerate(found) if isinstance(event, ev.RunStarted)]
+    start = found.pop(starts[0]) if starts else _start(info)
+    earliest = min(event.time for event in (start, *found[:1]))
+    return [msgspec.structs.replace(start, time=earliest), *found]
 
 
 def _event(row: EventRow) -> ev.AnyEvent | None:
     try:
-        event: ev.AnyEvent = msgspec.convert({**row.data, "type": row.kind, "step": row.step}, ev.AnyEvent)
+        event: ev.AnyEvent = msgspec.convert({**row.data, "type": row.kind, "step": row.step, "time": row.time}, ev.AnyEvent)
     except msgspec.ValidationError:
         return None
     return event
@@ -61,6 +61,7 @@ def _step(row: StepRow) -> ev.StepDone:
 def _start(info: RunInfo) -> ev.RunStarted:
     return ev.RunStarted(
         step=0,
+        time=info.created,
         run_id=info.id,
         name=info.name,
         config=dict(info.config),

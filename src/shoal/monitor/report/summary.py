@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 import shlex
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ class Summary:
     tell: `environment`, `git_commit`, `baseline`, `resume_command`, `version`; these stay until the owner changes them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.environment: dict[str, Any] = {}
         self.git_commit: str | None = None
         self.baseline: Baseline | None = None
@@ -118,11 +116,7 @@ class Summary:
         self._before: tuple[int, float] | None = None
 
     def __call__(self, event: ev.AnyEvent) -> None:
-        when = event.time if isinstance(event, ev.StepDone) and event.time else self._clock()
-        self.take(event, when)
-
-    def take(self, event: ev.AnyEvent, when: float) -> None:
-        """An event that happened at `when`, in seconds since 1970."""
+        when = event.time
         if isinstance(event, ev.StepDone):
             self._step_done(event, when)
         elif isinstance(event, ev.WorkerSeen):
@@ -353,12 +347,12 @@ class Summary:
     ) -> Summary:
         """The same from stored rows, of a run in whatever state. Steps may have been thinned out. Rows of a kind that
         this version does not know are left out."""
-        summary = cls(clock=lambda: info.updated)
-        for when, event in replayed(info, steps, events, checkpoints):
-            summary.take(event, when)
+        summary = cls()
+        for event in replayed(info, steps, events, checkpoints):
+            summary(event)
         for row in workers:
             seen = {name: getattr(row, name) for name in row.__struct_fields__}
-            summary.take(ev.WorkerSeen(step=info.step, **seen), info.updated)
+            summary(ev.WorkerSeen(step=info.step, time=info.updated, **seen))
         summary._correct(info)
         return summary
 
