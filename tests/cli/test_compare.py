@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner, Result
@@ -16,11 +17,16 @@ from shoal.cli import compare
 from shoal.cli.plot import curve_of
 from shoal.cli.text import ago
 from shoal.core.errors import ConfigError, RunNotFound
-from shoal.core.events import EvalDone, RunStarted, StepDone
+from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.settings import Setting
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
-from shoal.store.writing import Happened, RunWriter
+from shoal.store.writing import RunWriter
+
+
+def at(time: float, event: AnyEvent) -> AnyEvent:
+    """The event as it happened at that time."""
+    return msgspec.structs.replace(event, time=time)
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +42,13 @@ def stored(run_id: str, losses: Sequence[float], *, rate: float = 0.1, accuracy:
         step=0, run_id=run_id, run_dir=None, workers=2, total_steps=len(losses), steps_per_epoch=5,
         samples_per_epoch=40, batch_size=8,
     )  # fmt: skip
-    happened = [Happened(1000.0, start)]
+    happened = [at(1000.0, start)]
     for step, loss in enumerate(losses, 1):
         done = StepDone(step=step, epoch=0, loss=loss, samples=8, rates=[rate], time=1000.0 + step, logs={"aux": loss})
-        happened.append(Happened(1000.0 + step, done))
+        happened.append(at(1000.0 + step, done))
     if accuracy is not None:
         measured = EvalDone(step=len(losses), epoch=0, metrics={"accuracy": accuracy})
-        happened.append(Happened(1000.0 + len(losses), measured))
+        happened.append(at(1000.0 + len(losses), measured))
     with Store.open() as store:
         writer = RunWriter(store, NewRun(id=run_id, name=run_id, created=1000.0, workers=2, config=config))
         writer.begin()
@@ -117,7 +123,7 @@ def test_pauses_are_left_out_of_the_time() -> None:
     with Store.open() as store:
         writer = RunWriter(store, NewRun(id="a", name="a", created=1000.0, workers=2))
         writer.begin()
-        writer.write([Happened(9000.0, again), Happened(9001.0, done)], RunEnd(status="complete", step=3))
+        writer.write([at(9000.0, again), at(9001.0, done)], RunEnd(status="complete", step=3))
         curve = curve_of(store, store.find("a"), "loss")
     assert curve.seconds == [1.0, 2.0, 3.0]
 

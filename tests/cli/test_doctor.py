@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli.doctor import checks, command, diagnosis, examination, machine, network, selftest, software
+from shoal.cli.doctor import checks, child, command, diagnosis, examination, machine, network, selftest, software
 from shoal.cli.doctor.cgroups import Cgroups
 from shoal.cli.doctor.checks import FIX_ORDER, Check, Finding, Outcome, Status, fail, fix_first, ok, run_checks, warn
 from shoal.cli.doctor.child import Ran, run_child
@@ -554,12 +554,15 @@ def trial(code: str, *, seconds: float = 30.0, tell: Callable[[str], None] | Non
 
 
 def test_figures_are_judged() -> None:
-    def judged(seconds: float = 3.0, **changes: object) -> Finding:
+    def judged(seconds: float = 3.0, trained: float = 1.0, **changes: object) -> Finding:
+        changes["seconds"] = trained
         return selftest.judge(Ran(0, f"{json.dumps(GOOD)}\n{json.dumps({**FIGURES, **changes})}\n", "", seconds))
 
     assert status(judged()) == "ok"
-    assert all(part in judged().found for part in ("3.0 s", "20 ms", "1.0 ms", "1 GB/s"))
-    assert status(judged(seconds=5.5)) == "warn"
+    told = ("trained in 1.3 s (3.0 s with importing torch)", "20 ms", "1.0 ms", "1 GB/s")
+    assert all(part in judged(seconds=3.0, trained=1.3).found for part in told)
+    assert status(judged(seconds=9.0, trained=4.9)) == "ok", "a cold start is no fault"
+    assert status(judged(seconds=6.0, trained=5.1)) == "warn"
     assert status(judged(difference=1e-5)) == "fail"
     assert status(selftest.judge(Ran(0, '{"difference": NaN}', "", 1.0))) == "fail"
     assert status(selftest.judge(Ran(0, f"{json.dumps(GOOD)}\n", "", 1.0))) == "fail", "no figures"
@@ -640,6 +643,25 @@ def test_a_child_does_not_outlive_an_interrupt() -> None:
     # that nothing lives on is looked at after every test
 
 
+def test_when_a_child_is_back_its_own_children_are_gone_too() -> None:
+    """They are killed with it, which takes the longer the more memory they have."""
+    code = """
+import os, time
+large = b"x" * (64 << 20)
+for _ in range(4):
+    if os.fork() == 0:
+        large = bytearray(large)
+        os.write(1, b".")
+        time.sleep(60)
+while os.fstat(1).st_size < 4:
+    time.sleep(0.01)
+print(os.getpid())
+"""
+    ran = run_child(python(code), env=os.environ, seconds=30)
+    assert ran.code == 0
+    assert child.living_in_group(int(ran.output.split()[-1].lstrip("."))) == []
+
+
 def test_a_child_killed_by_a_signal_is_named() -> None:
     ran = run_child(python("import os; os.kill(os.getpid(), 11)"), env=os.environ, seconds=30)
     assert ran.code == -signal.SIGSEGV and "SIGSEGV" in ran.how()
@@ -673,12 +695,8 @@ def test_the_table_is_aligned_and_fits() -> None:
     assert lines[2].startswith("  ! git          it is so")
     assert all(len(line) - len(line.lstrip()) == 17 for line in lines[3:6]), "what follows is below what was found"
     assert "  ✗ home         /höme cannot be written" in lines
-    assert lines[-4:] == [
-        "1 failure, 1 warning (1.2 s)",
-        "Fix first: home",
-        "  /höme cannot be written",
-        "  Make it yours: chmod u+rwx /höme",
-    ]
+    assert lines[-2:] == ["1 failure, 1 warning (1.2 s)", "Fix first: home (marked ✗ above)"]
+    assert text.count("cannot be written") == text.count("Make it yours") == 1, "nothing is said twice"
 
 
 def test_ascii_terminals_get_ascii() -> None:

@@ -116,6 +116,12 @@ def test_an_unknown_worker_is_told_which_there_are(folder: Path) -> None:
     assert shoal("last", "--worker", "-1").exit_code == 2
 
 
+@pytest.mark.parametrize(("workers", "number"), [(1, "1 worker)"), (2, "2 workers)")])
+def test_an_unknown_worker_where_none_has_printed(folder: Path, workers: int, number: str) -> None:
+    record(folder, workers=workers)
+    assert f"the run has {number}" in str(shoal("last", "--worker", "7").exception)
+
+
 def test_nothing_printed(folder: Path) -> None:
     record(folder)
     told = shoal("last")

@@ -11,24 +11,27 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shoal.cli import rm, runs, show, tag
+from shoal.cli import compare, rm, runs, show, tag
+from shoal.cli.circumstances import Trained
 from shoal.cli.references import complete_run
 from shoal.cli.text import Screen
 from shoal.core.errors import ConfigError, RunDirError, RunNotFound
-from shoal.core.events import CheckpointSaved, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, RunStarted, StepDone, WorkerSeen
 from shoal.core.settings import Setting
 from shoal.store.liveness import this_process
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
-from shoal.store.writing import Happened, RunWriter
+from shoal.store.writing import RunWriter
 
 PROGRAM = """
 import sys, typer
 from shoal.cli import rm, runs, show, tag
+
 app = typer.Typer(pretty_exceptions_enable=False)
 app.callback()(lambda: None)
 for command in (runs, show, tag, rm):
@@ -36,6 +39,11 @@ for command in (runs, show, tag, rm):
 app()
 """
 LOSSES = (2.0, 1.0, math.nan, 0.5)
+
+
+def at(time: float, event: AnyEvent) -> AnyEvent:
+    """The event as it happened at that time."""
+    return msgspec.structs.replace(event, time=time)
 
 
 @pytest.fixture(autouse=True)
@@ -73,20 +81,19 @@ def stored(
         samples_per_epoch=15,
         batch_size=8,
     )
-    happened = [Happened(created, start)]
+    happened = [at(created, start)]
     for step, loss in enumerate(LOSSES, 1):
         done = StepDone(step=step, epoch=(step - 1) // 2, loss=loss, samples=8, rates=[0.1], time=created + step)
-        happened.append(Happened(created + step, done))
-    happened.append(Happened(created + 5, EvalDone(step=4, epoch=1, metrics={"accuracy": 0.875})))
-    happened.append(
-        Happened(created + 5, WorkerSeen(step=4, worker=0, samples=15, seconds={"compute": 3.0, "idle": 1.0}))
-    )
+        happened.append(at(created + step, done))
+    happened.append(at(created + 5, EvalDone(step=4, epoch=1, metrics={"accuracy": 0.875})))
+    happened.append(at(created + 5, WorkerSeen(step=4, worker=0, samples=15, seconds={"compute": 3.0, "idle": 1.0})))
     if folder is not None:
-        (folder / "checkpoints" / "step-4").mkdir(parents=True)
-        (folder / "checkpoints" / "step-4" / "model.safetensors").write_bytes(b"x" * 5000)
+        saved = folder / "checkpoints" / "step-000000004"
+        saved.mkdir(parents=True)
+        (saved / "model.safetensors").write_bytes(b"x" * 5000)
+        (saved / "manifest.json").write_text("{}")
         (folder / "run.json").write_text(json.dumps({"run_id": run_id}))
-        path = str(folder / "checkpoints" / "step-4")
-        happened.append(Happened(created + 5, CheckpointSaved(step=4, path=path, best=True)))
+        happened.append(at(created + 5, CheckpointSaved(step=4, path=str(saved), best=True)))
     end = None if status == "running" else RunEnd(status=status, step=4, loss=0.5, error=error, traceback=error)
     with Store.open() as store:
         writer = RunWriter(store, new)
@@ -185,6 +192,19 @@ def test_show_of_a_failed_run_ends_with_the_traceback() -> None:
     assert text.endswith("Traceback\nValueError: item 3\n  in __getitem__\n")
 
 
+def test_a_run_cannot_speak_to_a_terminal() -> None:
+    """Colours are put on after what comes from the run is cleaned."""
+    stored("a-1", name="n\x1b[2J\x1b]0;title\x07", status="failed", error="bad\x1b[8m\x1b[31m")
+    with Store.open() as store:
+        run = store.find("last")
+        told = show._run_as_text(run, Trained(), [], [], [], [], Screen(80, color=True), defaults=False)
+        told += compare.render([run, run], [{}, {}], Screen(80, color=True))
+    sequences = set(re.findall(r"\x1b[^m]*m", told))
+    assert sequences <= {"\x1b[31m", "\x1b[0m", "\x1b[1m", "\x1b[2m"}, sequences
+    assert re.search(r"error +\x1b\[31mbad\x1b\[0m", told) and re.search(r"name +n *\n", told)
+    assert told.count("\x1b[31m") == 4, "one for the error, and three for the status"
+
+
 def test_show_as_json() -> None:
     stored("digits-1")
     told = json.loads(shoal("show", "last", "--json", "--events").stdout)
@@ -223,12 +243,19 @@ def test_tags_are_added_and_removed() -> None:
     assert shoal("tag", "last", "a", "paper/t:2_x.y-z", "--remove").stdout == "digits-1: no tags\n"
 
 
-@pytest.mark.parametrize("tag", ["two words", "a,b", "", "x" * 65, "a\n"])
+@pytest.mark.parametrize("tag", ["two words", "a,b", "", "x" * 65, "a\n", "last", "é", "٣"])
 def test_what_cannot_be_a_tag(tag: str) -> None:
     stored("digits-1")
     assert isinstance(shoal("tag", "last", "good", tag).exception, ConfigError)
     with Store.open() as store:
         assert store.find("last").tags == []
+
+
+def test_a_tag_of_another_origin_can_be_removed() -> None:
+    stored("digits-1")
+    with Store.open() as store:
+        store.tag("digits-1", ["é x"])
+    assert shoal("tag", "last", "é x", "--remove").stdout == "digits-1: no tags\n"
 
 
 def test_rm_removes_rows_and_folder(home: Path) -> None:
@@ -327,6 +354,40 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "command", [["runs"], ["show", "last"], ["export", "last"], ["compare", "last", "last"], ["--version"], ["--help"]]
+)
+def test_a_full_disk_at_the_other_end_is_one_line(command: list[str]) -> None:
+    stored("a-1")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal.cli", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            timeout=60,
+        )
+    told = b"shoal: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_without_a_standard_output() -> None:
+    stored("a-1")
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"exec {sys.executable} -m shoal.cli runs >&-"], stderr=subprocess.PIPE, timeout=60
+    )
+    assert done.returncode == 0 and done.stderr == b""
+
+
+def test_an_error_cannot_speak_to_a_terminal() -> None:
+    stored("a-1", name="n\x1b[2J")
+    stored("a-2", name="n\x1b[2J")
+    done = subprocess.run([sys.executable, "-m", "shoal.cli", "show", "a-\x1b[31m"], capture_output=True, timeout=60)
+    assert done.returncode == 3 and b"\x1b" not in done.stderr
+    done = subprocess.run([sys.executable, "-m", "shoal.cli", "show", "a-"], capture_output=True, timeout=60)
+    assert done.returncode == 3 and b"a-2" in done.stderr and b"\x1b" not in done.stderr
 
 
 def test_listing_imports_nothing_heavy() -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from shoal.core.events import RunStarted, StepDone
+from shoal.core.events import AnyEvent, RunStarted, StepDone
 from shoal.monitor.report.baseline import find_baseline
 from shoal.store.store import Store
-from shoal.store.values import COMPLETE, FAILED, Happened, NewRun, RunEnd, RunInfo
+from shoal.store.values import COMPLETE, FAILED, NewRun, RunEnd, RunInfo
 from shoal.store.writing import RunWriter
+
+
+def at(time: float, event: AnyEvent) -> AnyEvent:
+    """The event as it happened at that time."""
+    return msgspec.structs.replace(event, time=time)
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def add(store: Store, run_id: str, workers: int, seconds: float, **changed: Any)
         batch_size=batch,
     )
     last = StepDone(step=100, epoch=9, loss=0.5, samples=batch, rates=[0.1])
-    happened = [Happened(1000.0, started), Happened(1000.0 + seconds, last)]
+    happened = [at(1000.0, started), at(1000.0 + seconds, last)]
     writer.write(happened, RunEnd(status=status, step=100, loss=0.5))
     return store.find(run_id)
 

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from shoal import Result, Trainer
 from shoal.core.errors import ConfigError
 from shoal.core.events import EvalDone, Notice, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
-from shoal.monitor import figures, tracking
+from shoal.monitor import figures, mlflow, tracking
 from shoal.monitor.figures import Figures, Point, facts
 from shoal.monitor.mlflow import MLflow
 from shoal.monitor.tensorboard import TensorBoard
@@ -28,6 +28,7 @@ from shoal.monitor.tracking import Ending, Text, Tracker
 from shoal.monitor.wandb import WandB
 
 STEPS = 16
+NAMES = ("TensorBoard", "MLflow", "W&B")
 
 
 def train(*callbacks: Any) -> Result:
@@ -103,7 +104,7 @@ def test_the_first_steps_are_logged_one_by_one_and_later_ones_as_means() -> None
 
 
 def test_what_is_held_back_comes_at_the_end() -> None:
-    taken = Figures(clock=lambda: 60.0)
+    taken = Figures()
     for step in range(1, 101):
         taken.take(done(step, when=50.0))
     assert taken.take(done(101, when=50.0, loss=3.0)) == taken.take(done(102, when=50.01, loss=5.0)) == []
@@ -132,9 +133,14 @@ def test_a_clock_set_back_does_not_silence_a_run() -> None:
     assert [point.step for point in taken.take(done(102, when=500.0))] == [102]
 
 
-def test_steps_without_a_time_get_one() -> None:
-    (point,) = Figures(clock=lambda: 42.0).take(StepDone(step=1, epoch=0, loss=1.0, samples=1, rates=[0.1]))
-    assert point.time == 42.0 and point.values == {"train/loss": 1.0, "train/learning_rate": 0.1}
+def test_points_have_the_time_at_which_their_event_happened() -> None:
+    taken = Figures()
+    (point,) = taken.take(done(1, when=42.0))
+    assert point.time == 42.0 and point.values["train/loss"] == 0.5
+    (point,) = taken.take(EvalDone(step=1, time=43.0, epoch=0, metrics={"accuracy": 0.5}))
+    assert point.time == 43.0
+    (point,) = taken.take(WorkerSeen(step=1, time=44.0, worker=0, samples=1, seconds={"compute": 1.0}))
+    assert point.time == 44.0
 
 
 def test_a_step_costs_microseconds() -> None:
@@ -205,7 +211,7 @@ def test_a_run_reaches_the_record() -> None:
     assert fake.points[2].values["train/loss"] == 1 / 3 and fake.points[2].values["train/kl"] == 0.25
     assert [point.values for point in fake.points if point.step == 3][1:] == [{"eval/accuracy": 0.75}]
     assert [text.text for text in fake.texts] == ["something to know"]
-    assert fake.endings == [Ending(3, False, "complete")]
+    assert [(end.step, end.failed, end.reason) for end in fake.endings] == [(3, False, "complete")]
 
 
 def test_several_runs_and_ends() -> None:
@@ -272,9 +278,43 @@ def test_a_slow_service_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_said_goes_to_stderr_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     fake = Fake("open")
-    fake.warn = tracking.print_warning
+    fake.warn = tracking.print_line
     a_short_run(fake)
     assert capsys.readouterr().err.startswith("shoal: Fake: no open at ")
+
+
+def test_where_a_run_is_to_be_seen_is_said_once_and_not_as_a_warning() -> None:
+    fake, told = Fake(), []
+    fake.say = told.append
+    fake.where = "Fake run at http://example.org/1"
+    a_short_run(fake)
+    assert told == [fake.where] and fake.said == []
+    a_short_run(fake, run="second")
+    assert told == [fake.where] * 2
+    a_short_run(Fake("open"))
+    failing = Fake("open")
+    failing.say = told.append
+    a_short_run(failing)
+    assert len(told) == 2, "a record that could not be opened is nowhere"
+
+
+def test_tensorboard_says_its_folder_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    for listener, run_dir in ((TensorBoard("tb"), None), (TensorBoard(), str(tmp_path / "my run"))):
+        listener.say = told.append
+        listener(started(run_dir=run_dir))
+        listener.close()
+    assert told == [
+        "TensorBoard files in tb; look at them with: tensorboard --logdir tb",
+        "TensorBoard files in 'my run/tensorboard'; look at them with: tensorboard --logdir 'my run/tensorboard'",
+    ]
+
+
+def test_where_an_mlflow_run_is_to_be_seen() -> None:
+    assert mlflow._where("http://me:secret@127.0.0.1:5000/", "3", "ab") == (
+        "MLflow run at http://…@127.0.0.1:5000/#/experiments/3/runs/ab"
+    )
 
 
 def test_no_thread_before_a_run() -> None:
@@ -592,5 +632,12 @@ def test_a_training_on_two_workers_in_all_three(
     check_tensorboard(tmp_path / "board", result)
     check_mlflow(file_store, result)
     check_wandb(tmp_path / "bias", result)
-    said = capfd.readouterr().err
-    assert not [name for name in ("TensorBoard", "MLflow", "W&B") if name in said]
+    said = [line for line in capfd.readouterr().err.splitlines() if any(name in line for name in NAMES)]
+    (run,) = mlflow_runs(file_store)[1]
+    (kept,) = (tmp_path / "bias" / "wandb").glob("offline-run-*")
+    assert sorted(said) == [
+        f"shoal: MLflow run {run.info.run_id} in {file_store}; look at it with: "
+        f"mlflow ui --backend-store-uri {file_store}",
+        f"shoal: TensorBoard files in {tmp_path}/board; look at them with: tensorboard --logdir {tmp_path}/board",
+        f"shoal: W&B files in {kept}; send them with: wandb sync {kept}",
+    ]

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from shoal.core.events import (
+    AnyEvent,
     CheckpointSaved,
     EvalDone,
     Notice,
@@ -42,6 +43,18 @@ CONFIG = {
     "deterministic": {"value": False, "origin": "default"},
     "run_dir": {"value": LONG_PATH, "origin": "script"},
 }
+
+
+class TimedSummary(Summary):
+    """Events happen when the clock says; steps have a time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __call__(self, event: AnyEvent) -> None:
+        timed = isinstance(event, StepDone)
+        super().__call__(event if timed else msgspec.structs.replace(event, time=self._clock()))
 
 
 def started(step: int = 0, *, workers: int = 4, total: int = 2000, run_id: str = "digits-7f3a") -> RunStarted:
@@ -93,7 +106,7 @@ def seen(worker: int, step: int, *, slow: float = 1.0) -> WorkerSeen:
 
 def good_run(steps: int = 2000) -> Summary:
     clock = [BEGIN]
-    summary = Summary(clock=lambda: clock[0])
+    summary = TimedSummary(lambda: clock[0])
     summary(started())
     for step in range(1, steps + 1):
         summary(stepped(step, curve(step)))
@@ -118,7 +131,7 @@ def good_run(steps: int = 2000) -> Summary:
 
 def failed_run() -> Summary:
     clock = [BEGIN]
-    summary = Summary(clock=lambda: clock[0])
+    summary = TimedSummary(lambda: clock[0])
     summary(started())
     for step in range(1, 121):
         summary(stepped(step, curve(step)))
@@ -134,7 +147,7 @@ def failed_run() -> Summary:
 
 
 def one_step() -> Summary:
-    summary = Summary(clock=lambda: BEGIN + 1)
+    summary = TimedSummary(lambda: BEGIN + 1)
     summary(started(workers=1, total=1))
     summary(stepped(1, 2.3))
     summary(RunEnded(step=1, loss=2.3, metrics={}, reason="complete"))
@@ -144,7 +157,7 @@ def one_step() -> Summary:
 def resumed_run() -> Summary:
     """Interrupted and resumed three times, with far more events than are kept."""
     clock = [BEGIN]
-    summary = Summary(clock=lambda: clock[0])
+    summary = TimedSummary(lambda: clock[0])
     step = 0
     for part in range(4):
         clock[0] = BEGIN + step * 0.05 + part * 7200
@@ -170,14 +183,14 @@ def msg_at(event: StepDone, when: float) -> StepDone:
 
 
 def no_steps() -> Summary:
-    summary = Summary(clock=lambda: BEGIN)
+    summary = TimedSummary(lambda: BEGIN)
     summary(started())
     summary(RunEnded(step=0, loss=math.nan, metrics={}, reason="interrupted"))
     return summary
 
 
 def never_finite() -> Summary:
-    summary = Summary(clock=lambda: BEGIN)
+    summary = TimedSummary(lambda: BEGIN)
     summary(started())
     for step in range(1, 20):
         summary(stepped(step, math.nan if step % 2 else math.inf))
@@ -187,7 +200,7 @@ def never_finite() -> Summary:
 
 def evil_run() -> Summary:
     """The same hostile text wherever a run can put text."""
-    summary = Summary(clock=lambda: BEGIN)
+    summary = TimedSummary(lambda: BEGIN)
     config = {EVIL: {"value": EVIL, "origin": EVIL}, "list": [EVIL], "object": object()}
     facts: dict[str, Any] = {"workers": 1, "total_steps": 1, "steps_per_epoch": 1, "samples_per_epoch": 1}
     summary(RunStarted(step=0, run_id=EVIL, name=EVIL, run_dir=EVIL, config=config, **facts))
@@ -205,7 +218,7 @@ def evil_run() -> Summary:
 def largest_page() -> str:
     """Everything that a page could hold, in characters that grow most when escaped."""
     clock = [BEGIN]
-    summary = Summary(clock=lambda: clock[0])
+    summary = TimedSummary(lambda: clock[0])
     quotes = '"' * 5000
     config = {f"{quotes}{n}": {"value": [quotes], "origin": quotes} for n in range(300)}
     facts: dict[str, Any] = {"workers": 500, "total_steps": 9999, "steps_per_epoch": 10, "samples_per_epoch": 10}
@@ -348,7 +361,7 @@ def test_a_page_is_quick() -> None:
 
 
 def test_gaps_are_not_drawn_over() -> None:
-    summary = Summary(clock=lambda: BEGIN)
+    summary = TimedSummary(lambda: BEGIN)
     summary(started())
     for step in range(1, 31):
         summary(stepped(step, math.nan if 10 <= step < 20 else 1 / step))

@@ -221,6 +221,14 @@ def test_with_a_key_on_all_addresses(capfd: pytest.CaptureFixture[str]) -> None:
         wrong.close()
     out = capfd.readouterr()
     assert KEY not in out.out + out.err
+    assert out.err == f"shoal: metrics at http://0.0.0.0:{listener.port}/metrics with a key\n"
+
+
+def test_where_the_metrics_are_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Prometheus(0) as listener:
+        listener(started())
+        listener(started())
+        assert capsys.readouterr().err == f"shoal: metrics at http://127.0.0.1:{listener.port}/metrics\n"
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, "9100", 1.0])

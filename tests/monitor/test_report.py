@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from shoal.core.events import CheckpointSaved, EvalDone, Notice, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import (
+    AnyEvent,
+    CheckpointSaved,
+    EvalDone,
+    Notice,
+    RunEnded,
+    RunFailed,
+    RunStarted,
+    StepDone,
+    WorkerSeen,
+)
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Baseline, Summary
 from shoal.monitor.report.terminal import cells_of, print_report
 
 BEGIN = 1_000_000.0
 EVIL = "[bold red]<script>\x1b[2J\x1b]0;title\x07\u202e"
+
+
+class TimedSummary(Summary):
+    """Events happen when the clock says; steps have a time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __call__(self, event: AnyEvent) -> None:
+        timed = isinstance(event, StepDone)
+        super().__call__(event if timed else msgspec.structs.replace(event, time=self._clock()))
 
 
 def run(
@@ -28,7 +52,7 @@ def run(
 ) -> Summary:
     """A run on two workers, up to its last step."""
     clock = [BEGIN]
-    summary = Summary(clock=lambda: clock[0])
+    summary = TimedSummary(lambda: clock[0])
     facts: dict[str, Any] = {"total_steps": 200, "steps_per_epoch": 100, "samples_per_epoch": 800, "batch_size": 8}
     summary(RunStarted(step=0, run_id="a-1", name="a", run_dir="/runs/a-1", workers=2, config=config, **facts))
     for step in range(1, 101):
@@ -90,7 +114,7 @@ def test_a_run_of_which_nothing_is_known() -> None:
 
 
 def test_text_from_the_run_is_neither_markup_nor_terminal_sequences() -> None:
-    summary = Summary(clock=lambda: BEGIN)
+    summary = TimedSummary(lambda: BEGIN)
     facts: dict[str, Any] = {"workers": 1, "total_steps": 1, "steps_per_epoch": 1, "samples_per_epoch": 1}
     summary(RunStarted(step=0, run_id=EVIL, name=EVIL, run_dir=EVIL, **facts))
     summary(EvalDone(step=0, epoch=0, metrics={EVIL: 1.0}))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.core.events import (
+    AnyEvent,
     CheckpointSaved,
     EpochDone,
     EvalDone,
@@ -27,6 +29,18 @@ from shoal.monitor.report.summary import MOST_SERIES, MOST_TEXT, Baseline, Summa
 from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
 
 BEGIN = 1_000_000.0
+
+
+class TimedSummary(Summary):
+    """Events happen when the clock says; steps have a time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __call__(self, event: AnyEvent) -> None:
+        timed = isinstance(event, StepDone)
+        super().__call__(event if timed else msgspec.structs.replace(event, time=self._clock()))
 
 
 def started(step: int = 0, run_id: str = "a-1", **changes: Any) -> RunStarted:
@@ -57,7 +71,7 @@ def seen(worker: int, *, compute: float = 6.0, memory: int = 100, sent: int = 10
 
 def listening() -> tuple[Summary, list[float]]:
     clock = [BEGIN]
-    return Summary(clock=lambda: clock[0]), clock
+    return TimedSummary(lambda: clock[0]), clock
 
 
 def test_a_series_keeps_every_point_while_it_is_short() -> None:

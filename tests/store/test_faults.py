@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from shoal.core.errors import StoreError
+from shoal.core.errors import ConfigError, StoreError
+from shoal.store.faults import told_clearly
 from shoal.store.store import Store
 from shoal.store.values import NewRun
 from shoal.store.writing import RunWriter
@@ -65,6 +67,64 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(StoreError, match=r"cannot be made.*SHOAL_HOME"):
         Store.open()
+
+
+def test_looking_finds_what_is_wrong_with_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a home that nobody has made yet is an empty store."""
+    monkeypatch.delenv("SHOAL_STORE", raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"folder of the run store .* does not exist.*SHOAL_STORE"):
+        Store.open(f"sqlite:///{tmp_path / 'typo' / 'shoal.db'}", create=False)
+    for home in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv("SHOAL_HOME", str(home))
+        with pytest.raises(StoreError, match=r"file is not a folder.*SHOAL_HOME"):
+            Store.open(create=False)
+    with pytest.raises(StoreError, match=r"file is not a folder.*SHOAL_STORE"):
+        Store.open(f"sqlite:///{tmp_path / 'file' / 'shoal.db'}", create=False)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "new" / "home"))
+    with Store.open(create=False) as store:
+        assert store.runs() == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "SHOAL_HOME", "SHOAL_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for create in (True, False):
+        with pytest.raises(ConfigError, match="SHOAL_HOME"):
+            Store.open(create=create)
+        with pytest.raises(StoreError, match="home folder is not known"):
+            Store.open("sqlite:///~/shoal.db", create=create)
+        with pytest.raises(StoreError, match="does not exist"):
+            Store.open(f"sqlite:///{tmp_path / 'typo' / 'shoal.db'}", create=create)
+
+
+def test_a_disk_that_reports_errors_may_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(error: sqlite3.Error) -> str:
+        with pytest.raises(StoreError) as raised, told_clearly(str(tmp_path / "shoal.db")):
+            raise error
+        return str(raised.value)
+
+    def of(code: int, words: str) -> sqlite3.Error:
+        error = sqlite3.OperationalError(words)
+        error.sqlite_errorcode = code
+        return error
+
+    assert "the disk is full" in told(of(sqlite3.SQLITE_FULL, "database or disk is full"))
+    assert "the disk is full" in told(sqlite3.OperationalError("database or disk is full"))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=12 << 20))
+    said = told(of(sqlite3.SQLITE_IOERR | 19 << 8, "disk I/O error"))
+    assert f"reports an error. Most often it is full: 12.0 MiB are free in {tmp_path}" in said
+
+    def gone(folder: Path) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("shutil.disk_usage", gone)
+    assert "reports an error. Most often it is full" in told(of(sqlite3.SQLITE_IOERR, "disk I/O error"))
 
 
 def as_nobody(action: Callable[[], str]) -> str:
@@ -157,6 +217,9 @@ def test_a_full_disk(file_url: str) -> None:
         ("none", "SHOAL_STORE is none"),
         ("mysql://u:geheim@h/d", "begins with mysql:"),
         ("geheim", "cannot be read as a URL"),
+        ("sqlite:///", "names no file"),
+        ("sqlite:////", "names no file"),
+        ("sqlite:///.", "names no file"),
         ("postgresql://u:geheim@h:port/d", "cannot be read as a URL"),
         ("postgresql://ada:geheim@127.0.0.1:1/d?password=geheim", "ada@127.0.0.1:1/d cannot be reached"),
         ("postgresql+psycopg://ada:geheim@127.0.0.1:1/d", "cannot be reached"),

@@ -7,6 +7,7 @@ import math
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.core.errors import ConfigError, RunNotFound, StoreError
@@ -25,7 +26,7 @@ from shoal.core.settings import Setting
 from shoal.store import writing
 from shoal.store.liveness import this_process
 from shoal.store.store import Store
-from shoal.store.values import Happened, NewRun, RunEnd
+from shoal.store.values import NewRun, RunEnd
 from shoal.store.writing import RunWriter
 
 NAN, INF = math.nan, math.inf
@@ -51,9 +52,12 @@ def seen(worker: int, sent: int) -> WorkerSeen:
     return WorkerSeen(step=1, worker=worker, samples=4, seconds={"compute": 1.5}, bytes_sent=sent, memory=7, pid=3)
 
 
-def happened(*events: AnyEvent, at: float = 5000.0) -> list[Happened]:
-    """One second apart."""
-    return [Happened(at + place, event) for place, event in enumerate(events)]
+def happened(*events: AnyEvent, at: float = 5000.0) -> list[AnyEvent]:
+    """One second apart, but for steps, which have a time."""
+    return [
+        event if isinstance(event, StepDone) else msgspec.structs.replace(event, time=at + place)
+        for place, event in enumerate(events)
+    ]
 
 
 def write(store: Store, new: NewRun, *events: AnyEvent, end: RunEnd | None = None) -> RunWriter:
@@ -227,6 +231,33 @@ class TestLists:
         write(store, new_run("last", name="x", created=0.1))
         assert store.find("run").id == "run" and store.find("last").id == "last"
 
+    def test_all_that_it_can_mean_is_one_run(self, store: Store) -> None:
+        write(store, new_run("solo-1", name="solo", created=0.1))
+        store.tag("solo-1", ["so", "solo"])
+        assert store.find("solo").id == store.find("so").id == "solo-1"
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_a_name_or_tag_and_the_beginning_of_another_id_compete(self, store: Store, named: bool) -> None:
+        write(store, new_run("best-model-1", name="best-model", created=6.0))
+        if named:
+            write(store, new_run("x-1", name="best", created=7.0))
+        with pytest.raises(RunNotFound) as raised:
+            store.find("best")
+        lines = str(raised.value).splitlines()
+        assert f"means {3 if named else 2} runs" in lines[0]
+        why = {line.split()[0]: line.rpartition("  ")[2] for line in lines[1:]}
+        assert why.pop("x-1", None) == ("by name" if named else None)
+        assert why == {"best-model-1": "by the beginning of its id", "run1": "by tag"}
+
+    def test_every_reason_is_told(self, store: Store) -> None:
+        for number in (1, 2):
+            write(store, new_run(f"twin-{number}", name="twin", created=float(number)))
+        store.tag("twin-1", ["twin"])
+        with pytest.raises(RunNotFound) as raised:
+            store.find("twin")
+        assert "by name, by tag, by the beginning of its id" in str(raised.value)
+        assert "  by name, by the beginning of its id" in str(raised.value)
+
     def test_several(self, store: Store) -> None:
         with pytest.raises(RunNotFound) as raised:
             store.find("run")
@@ -279,7 +310,7 @@ class TestChanges:
 
     def test_what_cannot_be_a_tag(self, store: Store) -> None:
         write(store, new_run())
-        for tag in ("", " ", "a,b", "x" * 65, "a\nb", "a\0"):
+        for tag in ("", " ", "a,b", "x" * 65, "a\nb", "a\0", "last", " last "):
             with pytest.raises(ConfigError, match="cannot be a tag"):
                 store.tag("r1", ["fine", tag])
         assert store.find("r1").tags == []
@@ -300,6 +331,17 @@ class TestChanges:
         with pytest.raises(StoreError, match="r1 was removed"):
             gone.write(happened(step(2)))
 
+    def test_a_removal_holds_only_if_what_is_done_meanwhile_succeeds(self, store: Store) -> None:
+        write(store, new_run(), started(), step(1))
+        with pytest.raises(OSError), store.removing("r1"):
+            raise OSError
+        assert len(store.steps("r1")) == 1
+        with store.removing("r1"):
+            pass
+        assert store.runs() == []
+        with pytest.raises(RunNotFound, match="'r1'"), store.removing("r1"):
+            raise AssertionError("there is nothing to remove")
+
     def test_of_a_run_that_is_not_there(self, store: Store) -> None:
         for action in (store.remove, store.tag, store.steps, store.events, store.checkpoints, store.workers):
             with pytest.raises(RunNotFound, match="'no'"):
@@ -307,7 +349,7 @@ class TestChanges:
 
 
 def test_without_create_nothing_is_made(tmp_path: Path) -> None:
-    with Store.open(f"sqlite:///{tmp_path / 'none' / 'shoal.db'}", create=False) as store:
+    with Store.open(f"sqlite:///{tmp_path / 'shoal.db'}", create=False) as store:
         assert store.runs() == []
         with pytest.raises(RunNotFound, match="no runs yet"):
             store.find("last")

@@ -16,7 +16,7 @@ from shoal.cli.plot import curve_of, draw
 from shoal.cli.references import AsJson, Runs, open_store
 from shoal.cli.text import Column, Screen, grid, shown_value
 from shoal.core.errors import ConfigError
-from shoal.monitor.wording import NOTHING, clean, duration, figure, size
+from shoal.monitor.wording import NOTHING, clean, duration, figure, one_line, size
 
 if TYPE_CHECKING:
     from shoal.store.store import Store
@@ -65,9 +65,7 @@ def compare(
             raise ConfigError(_no_such_metric(store, found, metric))
     if as_json:
         differences = differing_circumstances(found, around)
-        write_json(
-            {"runs": found, "config": differing(found), "differences": differences, "figures": figures(found)}
-        )
+        write_json({"runs": found, "config": differing(found), "differences": differences, "figures": figures(found)})
     else:
         write(render(found, around, Screen.now()))
     if plot is not None:
@@ -122,21 +120,27 @@ def render(runs: Sequence[RunInfo], around: Sequence[Mapping[str, str]], screen:
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
     parts = [
         f"{screen.heading('Runs')}\n",
-        _table(letters, [[run.id, screen.status(run.status), ",".join(run.tags)] for run in runs], screen),
+        _table(
+            letters,
+            [[one_line(run.id), screen.status(run.status), one_line(",".join(run.tags))] for run in runs],
+            screen,
+        ),
     ]
     settings, others = differing(runs), differing_circumstances(runs, around)
     if settings:
         room = _room(settings, screen, len(runs))
-        rows = [[name, *(_setting(setting, screen, room) for setting in row)] for name, row in settings.items()]
+        rows = [
+            [one_line(name), *(_setting(setting, screen, room) for setting in row)] for name, row in settings.items()
+        ]
         parts += [f"\n{screen.heading('Configuration, where it differs')}\n", _table_of_rows(rows, letters, screen)]
     if others:
         room = _room(others, screen, len(runs))
-        rows = [[name, *(_cut(clean(word or NOTHING), room) for word in row)] for name, row in others.items()]
+        rows = [[one_line(name), *(_cut(clean(word or NOTHING), room) for word in row)] for name, row in others.items()]
         title = "What else differs" if settings else "What differs"
         parts += [f"\n{screen.heading(title)}\n", _table_of_rows(rows, letters, screen)]
     if not settings and not others:
         parts.append("\nNothing that Shoal knows of differs.\n")
-    rows = [[name, *_side_by_side(name, row, screen)] for name, row in figures(runs).items()]
+    rows = [[one_line(name), *_side_by_side(name, row, screen)] for name, row in figures(runs).items()]
     parts += [f"\n{screen.heading('Figures')}\n", _table_of_rows(rows, letters, screen)]
     return "".join(parts)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from shoal.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.cli.demos.task import Task
+    from shoal.cli.demos.task import Source, Task
     from shoal.trainer.result import Result
 
 TASKS = {
@@ -64,11 +64,23 @@ def _next_steps(task: str, example: str, result: Result) -> Table:
     steps.add_row(f"{shoal} demo {task} --workers {result.workers + 1}", "one worker more")
     steps.add_row(f"{shoal} demo {task} --resume last --epochs {2 * max(1, result.epochs)}", "go on from here")
     names = list(TASKS)
-    other = names[(names.index(task) + 1) % len(names)]
-    steps.add_row(f"{shoal} demo {other}", "something else")
+    place = names.index(task)
+    others = {name: _source(name) for name in names[place + 1 :] + names[:place]}
+    ready = [name for name, source in others.items() if source.installed]
+    if ready:
+        steps.add_row(f"{shoal} demo {ready[0]}", "something else")
+    else:
+        name, source = next(iter(others.items()))
+        install = source.install if python == "python" else f"{python} -m {source.install}"
+        steps.add_row(escape(install), f"the {source.what} for {shoal} demo {name}")
     if Path("examples", example).exists():
         steps.add_row(f"{python} examples/{example}", "a script to change")
     return steps
+
+
+def _source(task: str) -> Source:
+    source: Source = import_module(TASKS[task]).SOURCE
+    return source
 
 
 def _commands() -> tuple[str, str]:

@@ -82,14 +82,15 @@ def _is_terminal() -> bool:
 
 
 def _format_of(output: Path | None) -> Format:
-    """What the file's ending says. Raises ConfigError where it says something else than a format."""
+    """What the file's ending says; csv where there is none. Raises ConfigError for an ending that is no format."""
     if output is None or str(output) == "-":
         return Format.CSV
     ending = output.suffix.lstrip(".").lower()
+    if not ending:
+        return Format.CSV
     if ending not in set(Format):
-        told = f"ends in .{ending}" if ending else "has no ending"
         raise ConfigError(
-            f"-o {output}: the file {told}, which is no format that a run can be written as; "
+            f"-o {output}: the file ends in .{ending}, which is no format that a run can be written as; "
             "let it end in .csv, .json or .parquet, or say which it is with --format csv, json or parquet"
         )
     return Format(ending)

@@ -18,6 +18,7 @@ from shoal.cli.folder import read_about
 from shoal.cli.output import write
 from shoal.cli.references import complete_run, open_store
 from shoal.core.errors import EXIT_INTERRUPTED, ConfigError, RunDirError, RunNotFound, ShoalError
+from shoal.monitor.wording import clean, counted
 
 if TYPE_CHECKING:
     from shoal.store.values import RunInfo
@@ -71,7 +72,7 @@ def logs(
     if worker is not None and not files and not (follow and worker < workers and is_running()):
         raise ConfigError(_unknown_worker(folder, worker, workers))
     if not files and not follow:
-        typer.echo(f"No worker has printed anything: there are no logs in {folder / 'logs'}", err=True)
+        typer.echo(f"No worker has printed anything: there are no logs in {clean(str(folder / 'logs'))}", err=True)
         return
     try:
         if follow:
@@ -237,7 +238,8 @@ def _unknown_worker(folder: Path, worker: int, workers: int) -> str:
     if there:
         named = ", ".join(map(str, there[:16])) + (", …" if len(there) > 16 else "")
         return f"--worker {worker}: there is no log of that worker; there are logs of {named}"
-    return f"--worker {worker}: no worker has printed anything (the run has {workers or 'no known number of'} workers)"
+    number = counted(workers, "worker") if workers else "no known number of workers"
+    return f"--worker {worker}: no worker has printed anything (the run has {number})"
 
 
 def _worker_of(path: Path) -> int:

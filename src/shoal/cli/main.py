@@ -17,7 +17,9 @@ import typer
 from shoal import __version__
 from shoal.cli import compare, export, logs, rm, run, runs, show, tag
 from shoal.cli.doctor import command as doctor
+from shoal.cli.output import stdout_fault, write
 from shoal.core.errors import EXIT_INTERRUPTED, ShoalError
+from shoal.monitor.wording import clean
 
 ABOUT = """\
 [bold]Shoal trains any PyTorch model on many workers.[/bold]
@@ -74,7 +76,7 @@ class Task(StrEnum):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"shoal {__version__}")
+        write(f"shoal {__version__}\n")
         raise typer.Exit
 
 
@@ -113,6 +115,8 @@ _QUICK = ("runs", "show", "tag", "export", "logs")
 
 def main() -> None:
     """Run the command line. Exit codes are in `shoal.core.errors`: 0, 1, 2 wrong usage, 3 no such run, 4, 75, 130."""
+    if sys.stdout is None:  # started with `>&-`: output goes nowhere, as with print
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     quick = len(sys.argv) > 1 and sys.argv[1] in _QUICK
     if quick:
         # what these import stays until the end: looking for garbage in it takes longer than their work
@@ -132,8 +136,17 @@ def _main() -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except ShoalError as error:
-        typer.echo(f"shoal: {error}", err=True)
-        return error.exit_code
+        return _say(error)
+    except OSError:
+        fault = stdout_fault()
+        if fault is None:
+            raise
+        return _say(fault)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
+
+
+def _say(error: ShoalError) -> int:
+    typer.echo(f"shoal: {clean(str(error))}", err=True)
+    return error.exit_code

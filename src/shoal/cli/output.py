@@ -11,11 +11,14 @@ from typing import Any
 
 import typer
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, ShoalError
 
 
 def write(text: str) -> None:
-    """Put `text` on standard output now. Ends the command quietly if nobody reads it any more (`| head`)."""
+    """Put `text` on standard output now. Ends the command quietly if nobody reads it any more (`| head`).
+
+    Raises ShoalError if it cannot be written.
+    """
     with _reader_may_leave():
         try:
             sys.stdout.write(text)
@@ -38,11 +41,32 @@ def _reader_may_leave() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # What is still buffered has to go somewhere when the process flushes at its end.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _let_go_of_stdout()
         raise typer.Exit(0) from None
+    except OSError as error:
+        _let_go_of_stdout()
+        raise _unwritable(error) from None
+
+
+def stdout_fault() -> ShoalError | None:
+    """What is wrong with standard output, if something is still waiting there that cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _let_go_of_stdout()
+        return _unwritable(error)
+    return None
+
+
+def _unwritable(error: OSError) -> ShoalError:
+    return ShoalError(f"cannot write to standard output: {error.strerror or error}")
+
+
+def _let_go_of_stdout() -> None:
+    # What is still buffered has to go somewhere when the process flushes at its end.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def write_json(value: Any) -> None:

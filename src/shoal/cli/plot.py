@@ -59,7 +59,7 @@ def _clock(run: RunInfo, steps: Sequence[StepRow], events: Sequence[EventRow]) -
     of the run to its next start."""
     starts = [event.time for event in events if event.kind == "RunStarted"]
     begun = starts[0] if starts else steps[0].time if steps else run.created
-    heard = sorted(row.time for row in (*steps, *events))
+    heard = sorted([*(step.time for step in steps), *(event.time for event in events)])
     pauses = [(start, start - heard[max(0, bisect_left(heard, start) - 1)]) for start in starts[1:]]
     return lambda moment: max(0.0, moment - begun - sum(pause for start, pause in pauses if moment >= start))
 

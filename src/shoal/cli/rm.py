@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.folder import bytes_in, files_of_run, remove_files
+from shoal.cli.folder import RunFiles, files_of_run, held, remove_files
 from shoal.cli.output import write
 from shoal.cli.pace import steps_of
 from shoal.cli.references import Runs, open_store
-from shoal.core.errors import ConfigError, RunDirError
-from shoal.monitor.wording import size
+from shoal.core.errors import ConfigError, RunDirError, StoreError
+from shoal.monitor.wording import one_line, size
 
 if TYPE_CHECKING:
+    from shoal.store.store import Store
     from shoal.store.values import RunInfo
 
 ABOUT = """\
 Remove runs from the store, and their folders with checkpoints and logs, after
-saying what and asking. A run that is running stays. What a run did not write
-stays too.
+saying what and asking. A run that is running or being resumed stays. What a run
+did not write stays too.
 
 [bold]Examples[/bold]
   [cyan]shoal rm digits-20261115-a1[/cyan]
@@ -46,18 +47,37 @@ def rm(
         chosen = {info.id: info for info in map(store.find, refs)}
         for info in chosen.values():
             _refuse_running(info)
-        doomed = {info.id: [] if keep_folder else files_of_run(info) for info in chosen.values()}
         for info in chosen.values():
-            write(_what_goes(info, doomed[info.id], keep_folder))
+            write(_what_goes(info, None if keep_folder else files_of_run(info), keep_folder))
         if not yes and not _confirmed(len(chosen)):
             write("Nothing was removed.\n")
             raise typer.Exit(1)
-        for run_id, files in doomed.items():
-            _refuse_running(store.find(run_id))  # it may have been resumed while the question stood
-            # Files first: as long as the row is there, what could not be removed can be found.
-            remove_files(run_id, files)
-            store.remove(run_id)
-            write(f"Removed {run_id}\n")
+        with ExitStack() as holding:
+            for info in chosen.values():
+                holding.enter_context(held(info))
+                _refuse_running(store.find(info.id))  # it may have been resumed while the question stood
+            for info in chosen.values():
+                _remove(store, info, keep_folder)
+                write(f"Removed {one_line(info.id)}\n")
+
+
+def _remove(store: Store, info: RunInfo, keep_folder: bool) -> None:
+    """The row goes with the files or not at all: a store that refuses does so before the first file is touched."""
+    gone = False
+    try:
+        with store.removing(info.id):
+            # anew: what is in the folder may have changed while the question stood
+            files = None if keep_folder else files_of_run(info)
+            if files is not None:
+                remove_files(info.id, files)
+                gone = True
+    except StoreError as error:
+        if not gone:
+            raise
+        raise StoreError(
+            f"{error} The files of {info.id} are gone, and it is still in the store: once that is mended, "
+            f"`shoal rm {info.id}` takes it out"
+        ) from error
 
 
 def _refuse_running(info: RunInfo) -> None:
@@ -73,13 +93,13 @@ def _confirmed(count: int) -> bool:
     return typer.confirm(f"Remove {'this run' if count == 1 else f'these {count} runs'}?", default=False)
 
 
-def _what_goes(info: RunInfo, files: Sequence[Path], keep_folder: bool) -> str:
-    line = f"{info.id}  {info.status}  {steps_of(info)} steps\n"
-    if files:
-        where = files[0] if files[0].name == info.id else f"{files[0].parent}: {', '.join(file.name for file in files)}"
-        return f"{line}  and {where} ({size(sum(map(bytes_in, files)))})\n"
+def _what_goes(info: RunInfo, files: RunFiles | None, keep_folder: bool) -> str:
+    line = f"{one_line(info.id)}  {info.status}  {steps_of(info)} steps\n"
+    if files is not None:
+        where = str(files.folder) if files.whole else f"{files.folder}: {', '.join(files.names())}"
+        return f"{line}  and {one_line(where)} ({size(files.bytes())})\n"
     if info.run_dir and not keep_folder and Path(info.run_dir).exists():
-        return f"{line}  {info.run_dir} stays: it holds no run.json of this run\n"
+        return f"{line}  {one_line(info.run_dir)} stays: it holds no run.json of this run\n"
     return line
 
 

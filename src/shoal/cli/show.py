@@ -111,7 +111,6 @@ def _run_as_text(
 def _figures(run: RunInfo, what: Trained, screen: Screen) -> str:
     rate = speed(run)
     facts = [
-        ("error", screen.style(run.error.splitlines()[0], fg="red") if run.error else ""),
         ("name", run.name),
         ("tags", ", ".join(run.tags)),
         ("started", f"{moment(run.created)} ({ago(time.time() - run.created)})"),
@@ -130,14 +129,14 @@ def _figures(run: RunInfo, what: Trained, screen: Screen) -> str:
         ("git", f"{run.git_commit}{', with changes not committed' if run.git_dirty else ''}" if run.git_commit else ""),
         ("shoal", run.version),
     ]
-    return _facts(facts, screen)
+    return _facts(facts, screen, error=run.error.splitlines()[0] if run.error else "")
 
 
-def _facts(facts: Sequence[tuple[str, str]], screen: Screen) -> str:
-    """Names and values below each other; values are never cut, so that they can be copied."""
-    told = [
-        (clean(name), value if "\x1b" in value and screen.color else clean(value)) for name, value in facts if value
-    ]
+def _facts(facts: Sequence[tuple[str, str]], screen: Screen, *, error: str = "") -> str:
+    """Names and values below each other, an error first; values are never cut, so that they can be copied."""
+    told = [(clean(name), clean(value)) for name, value in facts if value]
+    if error:
+        told.insert(0, ("error", screen.style(clean(error), fg="red")))
     if not told:
         return ""
     return grid([Column("", [name for name, _ in told]), Column("", [value for _, value in told])], screen, indent="  ")

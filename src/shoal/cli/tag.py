@@ -10,6 +10,7 @@ import typer
 from shoal.cli.output import write
 from shoal.cli.references import Run, open_store
 from shoal.core.errors import ConfigError
+from shoal.monitor.wording import one_line
 
 ABOUT = """\
 Give a run tags, or take some away, and say which it has. A tag that only one run
@@ -21,7 +22,7 @@ has can be used wherever a run is asked for.
   [cyan]shoal runs --tag baseline[/cyan]
 """
 
-_TAG = re.compile(r"[\w.:/-]{1,64}")
+_TAG = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 
 
 def register(app: typer.Typer) -> None:
@@ -31,14 +32,16 @@ def register(app: typer.Typer) -> None:
 
 def tag(
     run: Run,
-    tags: Annotated[list[str], typer.Argument(metavar="TAG", help="Letters, digits and . _ : / -, 64 at most.")],
+    tags: Annotated[
+        list[str], typer.Argument(metavar="TAG", help="Letters (a-z, A-Z), digits and . _ : / -, 64 at most.")
+    ],
     remove: Annotated[bool, typer.Option("--remove", help="Take these tags away.")] = False,
 ) -> None:
     """Change the tags of one run."""
     for name in tags:
-        if not _TAG.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot be a tag: it must be 1 to 64 letters, digits or . _ : / -")
+        if not remove and not _TAG.fullmatch(name):
+            raise ConfigError(f"{name!r} cannot be a tag: it must be 1 to 64 letters (a-z, A-Z), digits or . _ : / -")
     with open_store() as store:
         info = store.find(run)
         left = store.tag(info.id, remove=tags) if remove else store.tag(info.id, add=tags)
-    write(f"{info.id}: {', '.join(left) or 'no tags'}\n")
+    write(f"{one_line(info.id)}: {one_line(', '.join(left)) or 'no tags'}\n")

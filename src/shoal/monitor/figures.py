@@ -45,7 +45,7 @@ def facts(started: RunStarted) -> dict[str, Any]:
         "total_steps": started.total_steps,
         "samples_per_epoch": started.samples_per_epoch,
         "parameters": started.parameters,
-        "optimizer": ", ".join(started.optimizers),
+        "optimizer_class": ", ".join(started.optimizers),
     }
     return {**known, **dict(flat(started.config))}
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from shoal.core.events import RunStarted
 from shoal.monitor.figures import Point, facts
-from shoal.monitor.tracking import Ending, Record, Text, Tracker, require
+from shoal.monitor.tracking import Ending, Record, Text, Tracker, require, without_password
 
 _EXTRA = "mlflow"
 # MLflow's own limits
@@ -61,6 +62,7 @@ class _Run:
             client.update_run(known, status="RUNNING")
         else:
             self._id = self._create(experiment, started)
+        self.where = _where(str(client.tracking_uri), experiment, self._id)
 
     def log(self, points: Sequence[Point]) -> None:
         metrics = (
@@ -94,6 +96,13 @@ class _Run:
         while chunk := list(islice(params, _MOST_PARAMS)):
             self._client.log_batch(run_id, params=chunk)
         return run_id
+
+
+def _where(uri: str, experiment: str, run: str) -> str:
+    uri = without_password(uri)
+    if uri.startswith(("http://", "https://")):
+        return f"MLflow run at {uri.rstrip('/')}/#/experiments/{experiment}/runs/{run}"
+    return f"MLflow run {run} in {uri}; look at it with: mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 def _find(client: Any, experiment: str, started: RunStarted) -> str | None:

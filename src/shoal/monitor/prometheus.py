@@ -28,7 +28,7 @@ from shoal.core.events import (
 from shoal.monitor.exposition import CONTENT_TYPE, Family, render
 from shoal.monitor.figures import Speed
 from shoal.monitor.scrape import Reply, ScrapeServer
-from shoal.monitor.tracking import print_warning
+from shoal.monitor.tracking import print_line
 
 _MOST_KEY = 1024
 _NAMELESS = "shoal: metrics are at /metrics\n"
@@ -49,7 +49,9 @@ class Prometheus:
         _check(port, host, key)
         self.port = port
         self.host = host
-        self.warn: Callable[[str], None] = print_warning
+        self.warn: Callable[[str], None] = print_line
+        self.say: Callable[[str], None] = print_line
+        """Told in one line where the metrics are, when the first run starts."""
         self._key = None if key is None else key.encode()
         self._page = Page()
         self._server: ScrapeServer | None = None
@@ -92,6 +94,8 @@ class Prometheus:
             self.warn(f"Prometheus: port {self.port}: {error.strerror or error}; the run goes on without it")
             return
         self.port = self._server.port
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self.say(f"metrics at http://{host}:{self.port}/metrics{' with a key' if self._key is not None else ''}")
 
     def _answer(self, path: str, authorization: str) -> Reply:
         """Called in the threads of the server."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ class TensorBoard(Tracker):
         require("tensorboard.summary.writer.record_writer", _EXTRA)
 
     def begin(self, started: RunStarted) -> Record:
-        return _EventFile(self._place(started), started)
+        place = self._place(started)
+        return _EventFile(place, started, look_at=place if self._folder is None else self._folder)
 
     def _place(self, started: RunStarted) -> Path:
         if self._folder is None and started.run_dir is not None:
@@ -41,10 +43,18 @@ class TensorBoard(Tracker):
         return (self._folder or Path("tensorboard").absolute()) / name
 
 
+def _from_here(folder: Path) -> str:
+    """As one would type it."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+
+
 class _EventFile:
     """One file of TensorBoard's records; a resumed run gets another one beside it."""
 
-    def __init__(self, folder: Path, started: RunStarted) -> None:
+    def __init__(self, folder: Path, started: RunStarted, look_at: Path) -> None:
+        shown = shlex.quote(_from_here(look_at))
+        self.where = f"TensorBoard files in {shown}; look at them with: tensorboard --logdir {shown}"
         self._event = require("tensorboard.compat.proto.event_pb2", _EXTRA).Event
         self._summary = require("tensorboard.compat.proto.summary_pb2", _EXTRA).Summary
         folder.mkdir(parents=True, exist_ok=True)

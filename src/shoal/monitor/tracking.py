@@ -49,7 +49,8 @@ class Ending(msgspec.Struct, frozen=True):
 class Record(Protocol):
     """One run at a service. Everything is called from one thread, never from the one that trains; anything may raise.
 
-    After an error only `finish` is called, once, to give back threads, files and processes.
+    After an error only `finish` is called, once, to give back threads, files and processes. A record that has a `where`
+    says in it, in one line, where the run is to be seen; it is printed once.
     """
 
     def log(self, points: Sequence[Point]) -> None: ...
@@ -90,6 +91,8 @@ class Outbox:
 
     def __init__(self, name: str, begin: Callable[[], Record], complain: Callable[[BaseException], None]) -> None:
         self.dropped = 0
+        self.where = ""
+        """What the record says of itself, once it is open."""
         self._begin = begin
         self._complain = complain
         self._waiting: deque[Point | Text] = deque()
@@ -117,6 +120,7 @@ class Outbox:
         record: Record | None = None
         try:
             record = self._begin()
+            self.where = getattr(record, "where", "")
             ended = False
             while not ended:
                 ended = self._closing.wait(SEND_SECONDS)
@@ -151,11 +155,16 @@ class Outbox:
 def one_line(error: BaseException) -> str:
     """An error in one line of bounded length, without the password of an address in it."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"://[^/@\s]+@", "://…@", text)
+    text = without_password(text)
     return text if len(text) <= MOST_ERROR else f"{text[: MOST_ERROR - 1]}…"
 
 
-def print_warning(text: str) -> None:
+def without_password(address: str) -> str:
+    return re.sub(r"://[^/@\s]+@", "://…@", address)
+
+
+def print_line(text: str) -> None:
+    """To standard error."""
     print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
@@ -171,8 +180,10 @@ class Tracker:
     patience = 15.0
 
     def __init__(self) -> None:
-        self.warn: Callable[[str], None] = print_warning
+        self.warn: Callable[[str], None] = print_line
         """Told in one line, once for each run, if the service fails; maybe from another thread."""
+        self.say: Callable[[str], None] = print_line
+        """Told in one line where a run is to be seen, with the first event after its record is open."""
         self._figures = Figures()
         self._outbox: Outbox | None = None
 
@@ -190,6 +201,7 @@ class Tracker:
         elif isinstance(event, RunFailed):
             self._end(Ending(event.step, True, event.error, event.time))
         elif self._outbox is not None:
+            self._tell_where(self._outbox)
             for point in self._figures.take(event):
                 self._outbox.put(point)
             text = _text_of(event)
@@ -218,6 +230,12 @@ class Tracker:
             )
         elif outbox.dropped:
             self.warn(f"{self.label}: it was too slow; {outbox.dropped} points were left out")
+        self._tell_where(outbox)
+
+    def _tell_where(self, outbox: Outbox) -> None:
+        where, outbox.where = outbox.where, ""
+        if where:
+            self.say(where)
 
     def _complain(self, error: BaseException) -> None:
         self.warn(f"{self.label}: {one_line(error)}; the run goes on without it")

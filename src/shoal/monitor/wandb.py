@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class _Run:
             raise
         # with a step of our own: W&B's may only grow, and what workers tell comes later than what they tell about
         self._run.define_metric("*", step_metric="step")
+        self.where = _where(self._run)
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:
@@ -97,6 +99,16 @@ class _Run:
         """End W&B's service, a process that would stay, unless another run of this process needs it."""
         if getattr(self._wandb.setup(), "most_recent_active_run", self._wandb.run) is None:
             self._wandb.teardown()
+
+
+def _where(run: Any) -> str:
+    """Nothing for a run that W&B neither sends nor keeps."""
+    if run.disabled:
+        return ""
+    if run.offline:
+        folder = shlex.quote(str(Path(run.dir).parent))
+        return f"W&B files in {folder}; send them with: wandb sync {folder}"
+    return f"W&B run at {run.url}" if run.url else ""
 
 
 def _id(run_id: str) -> str | None:

@@ -15,7 +15,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from shoal.core.errors import StoreError
+from shoal.core.errors import ConfigError, StoreError
 from shoal.store.home import NO_STORE, shoal_home
 
 BUSY_SECONDS = 30.0
@@ -45,7 +45,9 @@ def parse(url: str) -> Address:
     if url == NO_STORE:
         raise StoreError("No record of runs is kept: SHOAL_STORE is none. Unset it, or set it to the URL of a store.")
     if url.startswith(_SQLITE):
-        path = Path(url.removeprefix(_SQLITE)).expanduser()
+        path = _expanded(Path(url.removeprefix(_SQLITE)))
+        if not path.name:
+            raise _wrong("it names no file")
         return Address(where=str(path), file=path)
     try:
         parsed = make_url(url)
@@ -54,6 +56,13 @@ def parse(url: str) -> Address:
     if parsed.get_backend_name() != "postgresql":
         raise _wrong(f"it begins with {parsed.drivername}:")
     return Address(where=_without_secrets(parsed), server=parsed.set(drivername="postgresql+psycopg"))
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise _wrong(f"{path} cannot be found, because that home folder is not known") from None
 
 
 def _wrong(reason: str) -> StoreError:
@@ -90,13 +99,33 @@ def memory_engine() -> Engine:
     return engine
 
 
+def look_for_room(file: Path) -> None:
+    """Raises StoreError where the folder of the file is not there, and is not Shoal's home, or cannot be made."""
+    folder = file.parent
+    at_home = _is_home(folder)
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if nearest.exists() and not nearest.is_dir():
+        raise StoreError(
+            f"The run store {file} cannot be made: {nearest} is not a folder. "
+            f"Correct {'SHOAL_HOME' if at_home else 'SHOAL_STORE'}, or move it away."
+        )
+    if nearest != folder and not at_home:
+        raise StoreError(f"The folder of the run store {file} does not exist. Make it, or correct SHOAL_STORE.")
+
+
+def _is_home(folder: Path) -> bool:
+    try:
+        return folder.absolute() == shoal_home().absolute()
+    except ConfigError:  # there is none
+        return False
+
+
 def make_room(file: Path) -> None:
     """Make Shoal's home if that is where the file goes. Any other folder must be there: a slip is no reason for one."""
     folder = file.parent
     if folder.is_dir():
         return
-    if folder.absolute() != shoal_home().absolute():
-        raise StoreError(f"The folder of the run store {file} does not exist. Make it, or correct SHOAL_STORE.")
+    look_for_room(file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from shoal.core.errors import StoreError
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_SAYS_FULL = "disk is full"
 _NOTHING_CHANGED = "Nothing was changed."
 _SQLITE_ADVICE = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database",
@@ -26,7 +29,7 @@ _SQLITE_ADVICE = {
     ),
     sqlite3.SQLITE_BUSY: "is in use by other processes and did not become free in time. Try again",
     sqlite3.SQLITE_LOCKED: "is in use by other processes and did not become free in time. Try again",
-    sqlite3.SQLITE_IOERR: "cannot be read or written: the disk reports an error",
+    sqlite3.SQLITE_IOERR: "cannot be read or written: the disk reports an error. Most often it is full",
     sqlite3.SQLITE_PERM: "cannot be used: access is denied",
 }
 _MOVE_AWAY = (
@@ -82,12 +85,22 @@ def _explained(error: SQLAlchemyError, where: str, password: str | None) -> Stor
 
 
 def _of_sqlite(error: sqlite3.Error, where: str) -> str:
-    code = _primary_code(error)
+    code = sqlite3.SQLITE_FULL if _SAYS_FULL in str(error) else _primary_code(error)
     advice = _SQLITE_ADVICE.get(code, "cannot be used")
+    if code == sqlite3.SQLITE_IOERR:
+        advice += _free_space(Path(where).parent)
     told = f"The run store {where} {advice} ({_first_line(error)})."
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return f"{told} {_NOTHING_CHANGED} {_MOVE_AWAY}"
     return told
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f": {free / 2**20:,.1f} MiB are free in {folder}"
 
 
 def _primary_code(error: sqlite3.Error) -> int:

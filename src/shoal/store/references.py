@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, select
@@ -25,15 +25,16 @@ def resolve(connection: Connection, ref: str, where: str) -> int:
         return _key(exact[0])
     if ref == LAST:
         return _last(connection, where)
-    by_prefix = _matching(connection, func.substr(runs.c.id, 1, len(ref)) == ref) if ref else []
-    if len(by_prefix) == 1:
-        return _key(by_prefix[0])
-    tagged = select(tags.c.run).where(tags.c.tag == ref)
-    by_name = _matching(connection, (runs.c.name == ref) | runs.c.key.in_(tagged)) if ref else []
-    if len(by_name) == 1:
-        return _key(by_name[0])
-    candidates = sorted({_key(row): row for row in by_prefix + by_name}.values(), key=lambda row: -row.created)
-    raise RunNotFound(_several(ref, candidates) if candidates else _none(connection, ref, where))
+    tagged = runs.c.key.in_(select(tags.c.run).where(tags.c.tag == ref))
+    begins = func.substr(runs.c.id, 1, len(ref)) == ref
+    # A name or tag does not win over the beginning of another run's id, nor the other way round: either may be meant.
+    candidates = _matching(connection, (runs.c.name == ref) | tagged | begins) if ref else []
+    if len(candidates) == 1:
+        return _key(candidates[0])
+    if not candidates:
+        raise RunNotFound(_none(connection, ref, where))
+    so_tagged = set(connection.scalars(select(tags.c.run).where(tags.c.tag == ref)))
+    raise RunNotFound(_several(ref, sorted(candidates, key=lambda row: -row.created), so_tagged))
 
 
 def _key(row: Row[Any]) -> int:
@@ -53,16 +54,31 @@ def _matching(connection: Connection, condition: ColumnElement[bool]) -> list[Ro
     return list(connection.execute(select(*(runs.c[name] for name in columns)).where(condition)))
 
 
-def _several(ref: str, candidates: Sequence[Row[Any]]) -> str:
+def _several(ref: str, candidates: Sequence[Row[Any]], tagged: Container[int]) -> str:
     now = time.time()
     lines = [f"{ref!r} means {len(candidates)} runs. Give the id of one, or more of its first characters:"]
     for row in candidates[:SHOWN]:
         process = Process(host=row.host, pid=row.pid, started=row.pid_started, boot=row.boot)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
-        lines.append(f"  {row.id}  {when}  {status_now(row.status, process, row.updated, now)}  {row.name}".rstrip())
+        status = status_now(row.status, process, row.updated, now)
+        lines.append(f"  {row.id}  {when}  {status}  {_on_one_line(row.name)}  {_why(ref, row, tagged)}")
     if len(candidates) > SHOWN:
         lines.append(f"  and {len(candidates) - SHOWN} older ones")
     return "\n".join(lines)
+
+
+def _on_one_line(name: str) -> str:
+    return " ".join(name.split())
+
+
+def _why(ref: str, row: Row[Any], tagged: Container[int]) -> str:
+    """By what the run was found."""
+    reasons = {
+        "by name": row.name == ref,
+        "by tag": _key(row) in tagged,
+        "by the beginning of its id": row.id.startswith(ref),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _none(connection: Connection, ref: str, where: str) -> str:

@@ -23,7 +23,16 @@ from sqlalchemy.exc import DBAPIError
 from shoal.core.errors import ConfigError, RunNotFound, StoreError
 from shoal.core.settings import Setting
 from shoal.store import references, schema
-from shoal.store.connect import Address, engine_of, make_room, memory_engine, parse, reading_engine, writing
+from shoal.store.connect import (
+    Address,
+    engine_of,
+    look_for_room,
+    make_room,
+    memory_engine,
+    parse,
+    reading_engine,
+    writing,
+)
 from shoal.store.faults import is_unopenable, told_clearly
 from shoal.store.home import store_url
 from shoal.store.liveness import Process, status_now
@@ -51,11 +60,12 @@ class Store:
         """The store at `url` (None: see `store_url`), brought to the present version.
 
         Without `create`, a store that is not there is an empty one, and nothing is made. Raises StoreError for one that
-        is corrupt, of a newer version, out of reach, or cannot be made.
+        is corrupt, of a newer version, out of reach, or cannot be made, and ConfigError where there is no home.
         """
         address = parse(store_url() if url is None else url)
         if address.file is not None and not _exists(address.file):
             if not create:
+                look_for_room(address.file)
                 return cls(_empty(), address)
             make_room(address.file)
         engine = engine_of(address)
@@ -108,8 +118,8 @@ class Store:
         return infos
 
     def find(self, ref: str) -> RunInfo:
-        """The run with id `ref`; else the newest for "last"; else the one whose id begins so; else the one so named or
-        tagged. RunNotFound says which ones it could be."""
+        """The run with id `ref`; else the newest for "last"; else the only one that is so named or tagged, or whose id
+        begins so. RunNotFound says which ones it could be, and why each."""
         with self._reading() as connection:
             key = references.resolve(connection, ref, self.where)
             return _infos(connection, select(schema.runs).where(schema.runs.c.key == key))[0]
@@ -172,8 +182,18 @@ class Store:
 
     def remove(self, run_id: str) -> None:
         """Forget the run: its rows, not its folder."""
+        with self.removing(run_id):
+            pass
+
+    @contextmanager
+    def removing(self, run_id: str) -> Iterator[None]:
+        """Within: what else has to go with the run. It is forgotten if that ends well, and stays if it raises.
+
+        A store that cannot be written raises before. Others cannot write meanwhile, so it is not to take long.
+        """
         with self.writing() as connection:
             connection.execute(delete(schema.runs).where(schema.runs.c.key == _key(connection, run_id)))
+            yield
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -322,4 +342,6 @@ def _checked(tag: str) -> str:
             f"{tag[: LONGEST_TAG + 1]!r} cannot be a tag: "
             f"it must have 1 to {LONGEST_TAG} printable characters and no comma"
         )
+    if tag == references.LAST:
+        raise ConfigError(f"{tag!r} cannot be a tag: it always means the newest run. Give another word")
     return tag

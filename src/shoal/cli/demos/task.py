@@ -38,14 +38,34 @@ class Task:
     """The outcome, for someone who does not know what a loss is."""
 
 
-def package_folder(module: str, *, what: str, install: str) -> Path:
-    """The folder of an installed package, found without importing it. Raises ConfigError if there is none."""
-    found = find_spec(module)
-    if found is None or not found.submodule_search_locations:
-        raise missing_data(what=what, package=module, install=install)
-    return Path(found.submodule_search_locations[0])
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The installed package that a demo reads its data from."""
 
+    what: str
+    """What is read, in a word."""
+    package: str
+    """As pip knows it."""
+    module: str
+    """As Python knows it."""
+    install: str
+    """The command, which begins with `pip install`."""
+    note: str
 
-def missing_data(*, what: str, package: str, install: str) -> ConfigError:
-    """The error for data that comes with a package that is not installed."""
-    return ConfigError(f"The demo reads its {what} from {package}, which is not installed. Install it with: {install}")
+    @property
+    def installed(self) -> bool:
+        """Found out without importing it."""
+        return find_spec(self.module) is not None
+
+    def folder(self) -> Path:
+        """Where the package is, found without importing it. Raises ConfigError if it is not installed."""
+        found = find_spec(self.module)
+        if found is None or not found.submodule_search_locations:
+            raise self.missing()
+        return Path(found.submodule_search_locations[0])
+
+    def missing(self) -> ConfigError:
+        return ConfigError(
+            f"The demo reads its {self.what} from the package {self.package}, which is not installed. "
+            f"Install it with: {self.install}   ({self.note})"
+        )

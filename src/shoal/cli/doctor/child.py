@@ -18,6 +18,8 @@ from typing import IO
 
 _MOST_READ = 64 << 10
 _POLL_SECONDS = 0.05
+_DYING_SECONDS = 10.0
+"""How long the kernel may take to end what was killed: it has to give back its memory first."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,26 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Whatever lives of the child's group, also when the child itself has ended: nobody else has that number yet."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        # the child's own children are not ours to wait for, only to look at
+        deadline = time.monotonic() + _DYING_SECONDS
+        while living_in_group(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
     process.wait()
+
+
+def living_in_group(group: int) -> list[int]:
+    """The processes of a process group. Those that have ended do not count, though nobody may have asked for them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with suppress(OSError):
+            # The second field is a name in parentheses, which may hold anything; state, parent and group come next.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if len(fields) > 2 and fields[2] == str(group) and fields[0] not in ("Z", "X"):
+                found.append(int(entry.name))
+    return found
 
 
 def _end_of(file: IO[bytes]) -> str:

@@ -11,13 +11,15 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.output import write
+
 ABOUT = """\
 Look this machine over, and say what to fix first.
 
 Checks versions, cores, memory, limits, network and storage, then trains a
 small network on 2 workers and compares it with 1. Nothing is changed, and
 nothing is written to your run store. It takes about 5 seconds, of which
-importing torch is most.
+importing torch is most; longer the first time.
 
 [bold]How to read it[/bold]
   [green]✓[/green] fine   [yellow]![/yellow] works, but you should know   [red]✗[/red] training will run into this
@@ -67,12 +69,12 @@ def doctor(
     finally:
         progress.clear()
     if as_json:
-        typer.echo(json.dumps(diagnosis.as_json(), indent=2))
+        write(json.dumps(diagnosis.as_json(), indent=2) + "\n")
     else:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         encoding = sys.stdout.encoding or "ascii"
-        typer.echo(render(diagnosis, width=width, encoding=encoding, colour=colour), nl=False)
+        write(render(diagnosis, width=width, encoding=encoding, colour=colour))
     raise typer.Exit(0 if diagnosis.ok else 1)
 
 

@@ -61,7 +61,7 @@ def render(diagnosis: Diagnosis, *, width: int, encoding: str, colour: bool = Fa
             lines += [*([""] if group else []), _styled(outcome.group, colour, bold=True)]
             group = outcome.group
         lines += _row(outcome, marks, width, colour)
-    lines += ["", *_end(diagnosis, width, colour)]
+    lines += ["", *_end(diagnosis, marks, colour)]
     return "\n".join(lines).encode(encoding, errors="replace").decode(encoding) + "\n"
 
 
@@ -76,7 +76,7 @@ def _row(outcome: Outcome, marks: Mapping[Status, str], width: int, colour: bool
             yield _INDENT + ("-> " if number == 0 else "   ") + line
 
 
-def _end(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[str]:
+def _end(diagnosis: Diagnosis, marks: Mapping[Status, str], colour: bool) -> Iterator[str]:
     first = diagnosis.first
     if first is None:
         yield _styled("All is well.", colour, fg="green", bold=True) + f" ({diagnosis.seconds:.1f} s)"
@@ -88,9 +88,7 @@ def _end(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[str]:
     )
     yield f"{_count(failed, 'failure')}, {_count(warned, 'warning')} ({diagnosis.seconds:.1f} s)"
     title = _styled("Fix first:", colour, fg=_COLOURS[first.finding.status], bold=True)
-    yield f"{title} {first.name}"
-    for text in (first.finding.found, first.finding.fix):
-        yield from ("  " + line for line in _wrapped(text[:1].upper() + text[1:], width - 2))
+    yield f"{title} {first.name} (marked {marks[first.finding.status]} above)"
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from shoal.cli.doctor.child import Ran, run_child
 from shoal.cli.doctor.trial import STAGE
 
 SECONDS = 5.0
-"""How long it should take at most."""
+"""How long it should take at most, once torch is imported: that depends on the disk, and is quicker the next time."""
 HARD_SECONDS = 30.0
 """When it is ended, and counts as one that hangs."""
 CLOSE = 1e-6
@@ -70,15 +70,16 @@ def judge(ran: Ran) -> Finding:
             **details,
         )
     found = (
-        f"2 workers trained as 1 does, in {ran.seconds:.1f} s; workers started in "
+        f"2 workers trained as 1 does: trained in {figures['seconds']:.1f} s ({ran.seconds:.1f} s with importing "
+        "torch), workers started in "
         f"{1000 * figures['start_seconds']:.0f} ms, a step took {1000 * figures['step_seconds']:.1f} ms, "
         f"8 MB summed at {figures['exchange_bytes_per_second'] / 1e9:.2g} GB/s"
     )
-    if ran.seconds > SECONDS:
+    if figures["seconds"] > SECONDS:
         return warn(
-            f"{found}. That is slow: it should take less than {SECONDS:g} s",
-            "Most of it is importing torch. A busy machine (uptime, top), a slow disk or a network file system under "
-            "the Python environment are the usual reasons; the second time is often quicker.",
+            f"{found}. That is slow: once torch is imported it should take less than {SECONDS:g} s",
+            "A busy machine (uptime, top), or a slow disk or network file system under the Python environment or the "
+            "temporary folder are the usual reasons.",
             **details,
         )
     return ok(found, **details)

@@ -3,16 +3,15 @@ escaped, and the page's policy allows styles and nothing more. Each part has a l
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Setting
+from shoal.core.settings import DEFAULT, FLAG
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.charts import MOST_DRAWN, Line, escape, line_chart, stacked_bar
 from shoal.monitor.report.series import Series
 from shoal.monitor.report.style import STYLE
 from shoal.monitor.report.summary import PARTS, Moment, Summary, shortened
+from shoal.monitor.report.tables import MOST_VALUE, cut, settings_table, table, within
 from shoal.monitor.report.words import balance_words, outcome_words
 from shoal.monitor.wording import counted, duration, environment_words, figure, moment, percent, size
 from shoal.store.values import COMPLETE, FAILED, RUNNING, STOPPED
@@ -21,35 +20,32 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 MOST_METRICS, MOST_LOGS = 5, 4
 """Charts of each."""
 MOST_BARS = 32
-MOST_TABLE = 20_000
-"""Characters of the configuration, and of the environment, once escaped."""
 MOST_EVENTS = 50_000
 MOST_TRACE = 24_000
 """Characters of a traceback before it is escaped, which may double it or worse."""
-MOST_VALUE = 400
 
 _LOOK = {COMPLETE: ("good", "✓"), STOPPED: ("good", "✓"), RUNNING: ("plain", "…"), FAILED: ("bad", "✕")}
 
 
 def render_html(summary: Summary) -> str:
     """The page. Does not raise for any run: no steps, no evaluation, losses that are not finite, hostile text."""
-    title = _cut(summary.name or summary.run_id or "run", 200)
+    title = cut(summary.name or summary.run_id or "run", 200)
     body = "".join(
         [
             _header(summary, title),
             _failure(summary),
             _tiles(summary),
             _advice(summary),
-            f'<div class="two">{"".join(_charts(summary))}</div>',
+            _two("".join(_charts(summary))),
             _not_drawn(summary),
             _where_time_went(summary),
-            f'<div class="two">{_memory(summary)}{_bytes(summary)}</div>' if summary.workers else "",
+            _two(_memory(summary) + _bytes(summary)) if summary.workers else "",
             f'<div class="two top"><div class="stack">{_resume(summary)}{_facts(summary)}{_environment(summary)}</div>'
             f'<div class="stack">{_configuration(summary)}</div></div>',
             _events(summary),
         ]
     )
-    version = f" {escape(_cut(summary.version, 40))}" if summary.version else ""
+    version = f" {escape(cut(summary.version, 40))}" if summary.version else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -60,18 +56,26 @@ def render_html(summary: Summary) -> str:
     )
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _two(body: str) -> str:
+    """Side by side where there is room."""
+    return f'<div class="two">{body}</div>' if body else ""
+
+
+def _if_empty(summary: Summary, text: str) -> str:
+    """What stands in place of a part that has nothing to show. Of a run that failed it is left out."""
+    return "" if summary.outcome == FAILED else text
 
 
 def _header(summary: Summary, title: str) -> str:
     look, sign = _LOOK.get(summary.outcome, ("warn", "■"))
     when = f"started {moment(summary.started)} · " if summary.started else ""
+    resumes = summary.counts["resume"]
+    again = f", resumed {counted(resumes, 'time')}" if resumes else ""
     return (
         f"<header><h1>{escape(title)}</h1>"
-        f'<p><span class="badge {look}">{sign} {escape(_cut(outcome_words(summary), 100))}</span></p>'
-        f'<p class="soft">{when}{duration(summary.wall_seconds)} on {counted(summary.planned_workers, "worker")}'
-        f' · <span class="mono">{escape(_cut(summary.run_id, 200))}</span></p></header>'
+        f'<p><span class="badge {look}">{sign} {escape(cut(outcome_words(summary), 100))}</span></p>'
+        f'<p class="soft">{when}{duration(summary.wall_seconds)} on {counted(summary.planned_workers, "worker")}{again}'
+        f' · <span class="mono">{escape(cut(summary.run_id, 200))}</span></p></header>'
     )
 
 
@@ -85,7 +89,7 @@ def _failure(summary: Summary) -> str:
     after = "before the first step" if summary.step == 0 else f"after step {summary.step:,}"
     return (
         f'<section class="card failure"><h2>{who} failed {after}</h2>'
-        f'<p class="error">{escape(_cut(summary.error, 1000))}</p>{box}{_command(summary)}</section>'
+        f'<p class="error">{escape(cut(summary.error, 1000))}</p>{box}{_command(summary)}</section>'
     )
 
 
@@ -105,12 +109,12 @@ def _has_checkpoint(summary: Summary) -> bool:
 
 
 def _command_text(summary: Summary) -> str:
-    return escape(_cut(summary.how_to_resume, 1000))
+    return escape(cut(summary.how_to_resume, 1000))
 
 
 def _tiles(summary: Summary) -> str:
     tiles = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(_cut(words, 80))}</span></div>'
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(cut(words, 80))}</span></div>'
         for value, words in _figures(summary)
     )
     return f'<section class="tiles">{tiles}</section>' if tiles else ""
@@ -147,28 +151,27 @@ def _advice(summary: Summary) -> str:
 
 def _charts(summary: Summary) -> Iterator[str]:
     trained, evaluated = _line("train", summary.loss), _line("evaluation", summary.evaluations.get("loss"), second=True)
-    empty = "The loss was never finite." if summary.loss.count else "No step was done."
-    yield line_chart("Loss", [trained, evaluated], empty=empty)
+    if summary.loss.count:
+        yield line_chart("Loss", [trained, evaluated], empty="The loss was never finite.")
+    else:
+        yield _if_empty(summary, line_chart("Loss", [evaluated], empty="No step was done."))
     metrics = [name for name in summary.evaluations if name != "loss"]
     for name in metrics[:MOST_METRICS]:
         lines = [_line("train", summary.logs.get(name)), _line("evaluation", summary.evaluations[name], second=True)]
-        yield line_chart(_cut(name, 80), lines, empty="It was never finite.")
+        yield line_chart(cut(name, 80), lines, empty="It was never finite.")
     logs = [name for name in summary.logs if name not in summary.evaluations]
     for name in logs[:MOST_LOGS]:
-        yield line_chart(_cut(name, 80), [_line("", summary.logs[name])], empty="It was never finite.")
+        yield line_chart(cut(name, 80), [_line("", summary.logs[name])], empty="It was never finite.")
     if not summary.evaluations:
-        yield line_chart("Evaluation", [], empty="The run made no evaluation.")
+        yield _if_empty(summary, line_chart("Evaluation", [], empty="The run made no evaluation."))
     if summary.rate.count:
         yield line_chart("Learning rate", [_line("", summary.rate, band=False)], from_zero=True)
     if summary.norm.count:
         yield line_chart("Norm of the gradient", [_line("", summary.norm)], empty="It was never finite.")
-    yield line_chart(
-        "Samples per second",
-        [_line("", summary.throughput, band=False)],
-        over="time",
-        from_zero=True,
-        empty="The speed shows from the second step on.",
-    )
+    speed = [_line("", summary.throughput, band=False)]
+    empty = "The speed shows from the second step on."
+    chart = line_chart("Samples per second", speed, over="time", from_zero=True, empty=empty)
+    yield chart if summary.throughput.count else _if_empty(summary, chart)
 
 
 def _not_drawn(summary: Summary) -> str:
@@ -210,7 +213,7 @@ def _left_out(summary: Summary) -> str:
 def _where_time_went(summary: Summary) -> str:
     shares = summary.shares
     if not shares:
-        return _section("Where time went", '<p class="empty">No worker told of its time.</p>')
+        return _if_empty(summary, _section("Where time went", '<p class="empty">No worker told of its time.</p>'))
     legend = "".join(f'<span><i class="box {p}"></i>{p} <b>{percent(shares[p])}</b></span>' for p in PARTS)
     whole = max(sum(worker.seconds.values()) for worker in summary.workers.values())
     rows = []
@@ -234,7 +237,7 @@ def _where_time_went(summary: Summary) -> str:
 def _memory(summary: Summary) -> str:
     most = max(summary.peak_memory.values(), default=0)
     if not most:
-        return _section("Memory", '<p class="empty">No worker told of its memory.</p>')
+        return _if_empty(summary, _section("Memory", '<p class="empty">No worker told of its memory.</p>'))
     return _section(
         "Memory, at its peak",
         _plain_bars({n: summary.peak_memory.get(n, 0) for n in _shown_workers(summary)}),
@@ -245,7 +248,7 @@ def _memory(summary: Summary) -> str:
 def _bytes(summary: Summary) -> str:
     sent = {number: summary.workers[number].bytes_sent for number in _shown_workers(summary)}
     if not any(sent.values()):
-        return _section("Bytes sent", '<p class="empty">Nothing was sent between workers.</p>')
+        return _if_empty(summary, _section("Bytes sent", '<p class="empty">Nothing was sent between workers.</p>'))
     each = f"{size(summary.bytes_per_step)} per step, " if summary.bytes_per_step else ""
     return _section(
         "Bytes sent", _plain_bars(sent), f"{each}{size(summary.bytes_sent)} in all. {_left_out(summary)}".strip()
@@ -263,6 +266,7 @@ def _plain_bars(amounts: dict[int, int]) -> str:
 
 def _facts(summary: Summary) -> str:
     epochs = f"{summary.step / summary.steps_per_epoch:.3g}" if summary.steps_per_epoch else "–"
+    rate = summary.rate.first
     facts = {
         "Run": summary.run_id,
         "Name": summary.name,
@@ -273,6 +277,9 @@ def _facts(summary: Summary) -> str:
         "Epochs": epochs,
         "Samples per epoch": f"{summary.samples_per_epoch:,}",
         "Batch size": f"{summary.batch_size:,}" if summary.batch_size else "",
+        "Optimizer": ", ".join(summary.optimizers),
+        "Parameters": f"{summary.parameters:,}" if summary.parameters else "",
+        "Learning rate": f"{figure(rate.value)} in step {rate.step:,}" if rate is not None else "",
         "Resumes": f"{summary.counts['resume']:,}" if summary.counts["resume"] else "",
         "Evaluations": f"{summary.counts['evaluation']:,}",
         "Checkpoints": f"{summary.counts['checkpoint']:,}",
@@ -280,7 +287,7 @@ def _facts(summary: Summary) -> str:
         "Git commit": summary.git_commit or "",
         "Compared with": f"{summary.baseline.run_id} ({_against(summary)})" if summary.baseline else "",
     }
-    return _section("Facts", _table((key, _cut(text, MOST_VALUE)) for key, text in facts.items() if text))
+    return _section("Facts", table((key, cut(text, MOST_VALUE)) for key, text in facts.items() if text))
 
 
 def _resume(summary: Summary) -> str:
@@ -299,69 +306,20 @@ def _resume(summary: Summary) -> str:
 def _environment(summary: Summary) -> str:
     if not summary.environment:
         return ""
-    rows = [(key, _cut(value, MOST_VALUE)) for key, value in environment_words(summary.environment)]
-    return _section("Environment", _table(rows))
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    found = (f"<tr><th>{escape(_cut(key, 80))}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return (
-        f"<table><tbody>{''.join(_within(found, MOST_TABLE, '<tr><td colspan=2>… and more</td></tr>'))}</tbody></table>"
-    )
-
-
-def _within(rows: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """As many rows as fit; `rest` instead of the others."""
-    for row in rows:
-        most -= len(row)
-        if most < 0:
-            yield rest
-            return
-        yield row
-
-
-def _value(value: Any) -> str:
-    """A plain value as text: strings as they are, the rest as JSON, what is not JSON as Python shows it."""
-    if isinstance(value, str):
-        return _cut(value, MOST_VALUE)
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = f"({type(value).__name__})"
-    return _cut("none" if value is None else text, MOST_VALUE)
+    rows = [(key, cut(value, MOST_VALUE)) for key, value in environment_words(summary.environment)]
+    return _section("Environment", table(rows))
 
 
 def _configuration(summary: Summary) -> str:
     if not summary.config:
-        return _section("Configuration", '<p class="empty">Nothing is known of it.</p>')
+        return _if_empty(summary, _section("Configuration", '<p class="empty">Nothing is known of it.</p>'))
     defaults = {key: setting for key, setting in summary.config.items() if setting.origin == DEFAULT}
     said = {key: setting for key, setting in summary.config.items() if key not in defaults}
     said = dict(sorted(said.items(), key=lambda item: item[1].origin != FLAG))
     folded = ""
     if defaults:
-        folded = f"<details><summary>{counted(len(defaults), 'default')}</summary>{_settings(defaults)}</details>"
-    return _section("Configuration", (_settings(said) if said else "") + folded)
-
-
-def _settings(settings: Mapping[str, Setting]) -> str:
-    rows = _within(
-        (_setting(key, setting) for key, setting in settings.items()),
-        MOST_TABLE // 2,
-        "<tr><td colspan=3>… and more</td></tr>",
-    )
-    return (
-        '<table class="settings"><thead><tr><th>argument</th><th class="value">value</th>'
-        f'<th class="from">from</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
-
-
-def _setting(key: str, setting: Setting) -> str:
-    look = setting.origin if setting.origin in (FLAG, SCRIPT) else "origin"
-    origin = escape(_cut(setting.origin, 20))
-    return (
-        f'<tr><th>{escape(_cut(str(key), 80))}</th><td class="mono">{escape(_value(setting.value))}</td>'
-        f'<td class="{look}">{origin}</td></tr>'
-    )
+        folded = f"<details><summary>{counted(len(defaults), 'default')}</summary>{settings_table(defaults)}</details>"
+    return _section("Configuration", (settings_table(said) if said else "") + folded)
 
 
 def _events(summary: Summary) -> str:
@@ -369,14 +327,14 @@ def _events(summary: Summary) -> str:
     if not moments:
         return _section("Events", '<p class="empty">Nothing happened that is worth a line.</p>')
     rows = (_event(event, summary) for event in moments)
-    shown = "".join(_within(rows, MOST_EVENTS, '<li class="gap">Later events are in the run store only.</li>'))
+    shown = "".join(within(rows, MOST_EVENTS, '<li class="gap">Later events are in the run store only.</li>'))
     counts = ", ".join(counted(number, kind) for kind, number in summary.counts.items() if number)
     left_out = summary.moments_left_out
     notes = [
         f"In all: {counts}." if counts else "",
         f"{counted(left_out, 'line')} from the middle of the run left out." if left_out else "",
     ]
-    return _section("Events", f'<ol class="events" tabindex="0">{shown}</ol>', " ".join(notes).strip())
+    return _section("Events", f'<ol class="events">{shown}</ol>', " ".join(notes).strip())
 
 
 def _event(event: Moment, summary: Summary) -> str:

@@ -38,8 +38,9 @@ def _started_first(info: RunInfo, found: list[ev.AnyEvent]) -> list[ev.AnyEvent]
 
 
 def _event(row: EventRow) -> ev.AnyEvent | None:
+    fields = {**row.data, "type": row.kind, "step": row.step, "time": row.time}
     try:
-        event: ev.AnyEvent = msgspec.convert({**row.data, "type": row.kind, "step": row.step, "time": row.time}, ev.AnyEvent)
+        event: ev.AnyEvent = msgspec.convert(fields, ev.AnyEvent)
     except msgspec.ValidationError:
         return None
     return event

@@ -38,7 +38,8 @@ section, section.card { margin-top: 16px; }
 .failure .error { font-weight: 600; }
 .trace { display: flex; flex-direction: column-reverse; max-height: 420px; overflow: auto; background: var(--card);
   border: 1px solid var(--rule); border-radius: 6px; margin: 10px 0; }
-.trace pre { margin: 0; padding: 10px 12px; white-space: pre-wrap; font-size: 12.5px; }
+.trace pre { margin: 0; padding: 10px 12px; width: max-content; white-space: pre; overflow-wrap: normal;
+  font-size: 12.5px; }
 .command { display: block; background: var(--paper); border: 1px solid var(--rule); border-radius: 6px;
   padding: 7px 10px; white-space: pre-wrap; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(148px, 1fr)); gap: 12px; }
@@ -87,7 +88,7 @@ th { font-weight: 400; color: var(--soft); width: 36%; }
 thead th { font-size: 12px; } td.origin { color: var(--soft); } td.flag { color: var(--c1); font-weight: 600; }
 td.script { color: var(--accent); font-weight: 600; }
 .settings th { width: 34%; } .settings .value { width: auto; } .settings .from { width: 64px; }
-.events { list-style: none; margin: 0; padding: 0; font-size: 13.5px; max-height: 720px; overflow-y: auto; }
+.events { list-style: none; margin: 0; padding: 0; font-size: 13.5px; }
 .events li { display: grid; grid-template-columns: 88px 84px 96px minmax(0, 1fr); gap: 0 10px; padding: 5px 0;
   border-top: 1px solid var(--grid); font-variant-numeric: tabular-nums; }
 .events li:first-child { border-top: 0; }
@@ -100,5 +101,6 @@ footer { color: var(--soft); font-size: 12.5px; margin-top: 20px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; } .tile b { font-size: 18px; }
   .events li { grid-template-columns: auto auto 1fr; } .events li > :last-child { grid-column: 1 / -1; }
   .plot { margin-right: 10px; } }
-@media print { body { background: #fff; } .trace, .events { max-height: none; } .card, .chart { break-inside: avoid; } }
+@media print { body { background: #fff; } .trace { max-height: none; }
+  .trace pre { width: auto; white-space: pre-wrap; } .card, .chart { break-inside: avoid; } }
 """

@@ -91,6 +91,8 @@ class Summary:
         self.config: dict[str, Setting] = {}
         self.planned_workers = 0
         self.total_steps = self.steps_per_epoch = self.samples_per_epoch = self.batch_size = 0
+        self.parameters = 0
+        self.optimizers: list[str] = []
         self.outcome = RUNNING
         self.error = self.traceback = ""
         self.failed_worker: int | None = None
@@ -149,7 +151,7 @@ class Summary:
         self.config = {key: as_setting(value) for key, value in event.config.items()}
         self.planned_workers, self.total_steps = event.workers, event.total_steps
         self.steps_per_epoch, self.samples_per_epoch = event.steps_per_epoch, event.samples_per_epoch
-        self.batch_size = event.batch_size
+        self.batch_size, self.parameters, self.optimizers = event.batch_size, event.parameters, list(event.optimizers)
         self.step = self.start_step = event.step
         self.resumed = when
         self.outcome, self.error, self.traceback, self.failed_worker, self.ended = RUNNING, "", "", None, None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
 
+from shoal.monitor.display.outlet import in_notebook
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Summary
 from shoal.monitor.report.words import balance_words, memory_words, outcome_words
@@ -16,6 +18,7 @@ from shoal.store.values import COMPLETE, FAILED, RUNNING, STOPPED
 BAR_WIDTH = 30
 LABEL_WIDTH = 11
 MOST_METRICS = 8
+NOTEBOOK_WIDTH = 100
 MOST_LINE = 300
 """Characters of a foreign text on one line."""
 
@@ -25,17 +28,40 @@ _PLAIN = str.maketrans("–·…", "-|.")
 _STYLES = dict(zip(PARTS, ("blue", "yellow", "red", "cyan", "magenta", "bright_black"), strict=True))
 
 
+_COPIED = ("Report", "Resume", "Look")
+"""What is copied from the screen is not broken, however long."""
+
+
 def print_report(summary: Summary, console: Console) -> None:
-    """A dozen lines. Whatever came from the run is printed as text, never as markup or terminal sequences."""
+    """A dozen lines or two, no wider than the console, but for words and commands that are longer.
+
+    In a notebook it goes to standard output instead, all at once: each print would be an output of its own.
+
+    Whatever came from the run is printed as text, never as markup or terminal sequences.
+    """
+    if in_notebook():
+        text = io.StringIO()
+        _print(summary, Console(file=text, width=NOTEBOOK_WIDTH, color_system=None, force_jupyter=False))
+        print(text.getvalue(), end="", flush=True)
+    else:
+        _print(summary, console)
+
+
+def _print(summary: Summary, console: Console) -> None:
     plain = not (console.encoding or "").lower().startswith("utf")
-    for label, text in _lines(summary, _PLAIN_SIGNS if plain else _SIGNS):
-        line = Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), text)
-        if plain:
-            line.plain = line.plain.translate(_PLAIN).encode("ascii", "replace").decode()
-        console.print(line, soft_wrap=True, highlight=False)
+    room = max(20, console.width - LABEL_WIDTH)
+    for label, text in _lines(summary, _PLAIN_SIGNS if plain else _SIGNS, room):
+        rows = [text] if label in _COPIED else text.wrap(console, room, overflow="ignore")
+        for number, row in enumerate(rows):
+            line = Text.assemble((f"{'' if number else label:<{LABEL_WIDTH}}", "bold"), row)
+            line.rstrip()
+            if plain:
+                line.plain = line.plain.translate(_PLAIN).encode("ascii", "replace").decode()
+            console.print(line, soft_wrap=True, highlight=False)
 
 
-def _lines(summary: Summary, signs: dict[str, str]) -> Iterator[tuple[str, Text]]:
+def _lines(summary: Summary, signs: dict[str, str], room: int) -> Iterator[tuple[str, Text]]:
+    """Labels, and what stands beside them in `room` columns."""
     yield "Run", _outcome(summary)
     if summary.error:
         yield "Error", Text(_one_line(summary.error), style="red")
@@ -44,7 +70,7 @@ def _lines(summary: Summary, signs: dict[str, str]) -> Iterator[tuple[str, Text]
     if summary.samples_per_second is not None:
         yield "Speed", Text(_speed(summary))
     if summary.shares:
-        yield "Time", _bar(summary.shares, signs)
+        yield "Time", _bar(summary.shares, signs, room)
     if summary.bytes_sent:
         yield "Sent", Text(_sent(summary))
     if summary.workers:
@@ -105,15 +131,24 @@ def _speed(summary: Summary) -> str:
     return text
 
 
-def _bar(shares: dict[str, float], signs: dict[str, str]) -> Text:
+def _bar(shares: dict[str, float], signs: dict[str, str], room: int) -> Text:
+    """The bar and what its signs mean: beside it if there is room for all, else on lines below it."""
     bar = Text()
-    for part, cells in cells_of(shares, BAR_WIDTH).items():
+    for part, cells in cells_of(shares, min(BAR_WIDTH, room)).items():
         bar.append(signs[part] * cells, style=_STYLES[part])
-    for part in PARTS:
-        if shares[part] >= 0.005:
-            bar.append(f"  {signs[part]}", style=_STYLES[part])
-            bar.append(f" {part} {percent(shares[part])}")
-    return bar
+    legend = [
+        Text.assemble((signs[part], _STYLES[part]), f" {part} {percent(shares[part])}")
+        for part in PARTS
+        if shares[part] >= 0.005
+    ]
+    if len(bar) + sum(2 + len(entry) for entry in legend) <= room:
+        return Text("  ").join([bar, *legend])
+    rows = [bar, Text()]
+    for entry in legend:
+        if rows[-1] and len(rows[-1]) + 2 + len(entry) > room:
+            rows.append(Text())
+        rows[-1].append("  " if rows[-1] else "").append(entry)
+    return Text("\n").join(rows)
 
 
 def cells_of(shares: dict[str, float], width: int) -> dict[str, int]:
