@@ -105,7 +105,8 @@ def name_of(path: Path) -> str:
 @pytest.fixture(scope="module")
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Future[str]]:
     """The programs of all pages and examples that are tested, run: most of their time is importing, so one per core."""
-    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params for item in here if hasattr(item, "callspec")]
     paths = [path for params in asked for path in (params.get("ran"), params.get("example")) if path is not None]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {path: pool.submit(run_page_or_example, path, tmp_path_factory.mktemp(path.stem)) for path in paths}

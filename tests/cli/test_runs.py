@@ -80,6 +80,8 @@ def stored(
         steps_per_epoch=2,
         samples_per_epoch=15,
         batch_size=8,
+        parameters=1234,
+        optimizers=["AdamW"],
     )
     happened = [at(created, start)]
     for step, loss in enumerate(LOSSES, 1):
@@ -174,11 +176,13 @@ def test_show_tells_everything(home: Path) -> None:
     shoal("tag", "digits-1", "best")
     text = shoal("show", "digits").stdout
     for part in (
-        "✓ complete", "4 of 4", "accuracy  0.875", "tags", "best", "train.py --note 'two words'",
+        "✓ complete", "4 of 4", "tags", "best", "train.py --note 'two words'",
+        "AdamW", "1,234", "0.1 in the first step",
         "abc123, with changes",        "1 default not shown", "flag    2", "python  3.11.2", "step 4: ", "report.html",
         "shoal run train.py --resume digits-1",
     ):  # fmt: skip
         assert part in text, part
+    assert re.search(r"accuracy +0.875\n", text)
     assert re.search(r"worker .* compute +idle", text) and "75%" in text
     assert "×" in text.partition("Loss")[2], "the loss that is not a number is seen in the curve"
     assert "codec" not in text and "codec" in shoal("show", "digits", "--config").stdout

@@ -340,6 +340,31 @@ def test_empty_states_are_said() -> None:
     assert "The run made no evaluation." in page and "from the second step on" in page and 'class="dot"' in page
 
 
+def test_a_run_that_failed_early_has_no_empty_parts() -> None:
+    summary = TimedSummary(lambda: BEGIN)
+    summary(started())
+    summary(RunFailed(step=0, error="ValueError: no", traceback="Traceback\n  x\n  ^", worker=1))
+    page = render_html(summary)
+    assert 'class="empty"' not in page and 'class="two"></div>' not in page
+    assert 'class="trace"' in page and "Events" in page and "Facts" in page
+
+
+def test_what_is_trained_is_among_the_facts() -> None:
+    summary = TimedSummary(lambda: BEGIN)
+    summary(msgspec.structs.replace(started(), parameters=12_345, optimizers=["AdamW", "SGD"]))
+    summary(stepped(1, 2.0))
+    page = render_html(summary)
+    for name, value in (("Optimizer", "AdamW, SGD"), ("Parameters", "12,345")):
+        assert f"<th>{name}</th><td>{value}</td>" in page
+    assert re.search(r"<th>Learning rate</th><td>[\d.e-]+ in step 1</td>", page)
+
+
+def test_the_header_says_how_often_a_run_was_resumed() -> None:
+    header = render_html(resumed_run()).partition("</header>")[0]
+    assert "on 3 workers, resumed 3 times" in header
+    assert "resumed" not in render_html(good_run(20)).partition("</header>")[0]
+
+
 def test_many_events_are_kept_within_bounds_and_counted() -> None:
     page = render_html(resumed_run())
     assert "64 notices, 3 resumes, 400 checkpoints" in page and "lines from the middle of the run left out" in page
@@ -390,6 +415,17 @@ def browser() -> Iterator[Any]:
             found.close()
 
 
+CLIPPED = """[...document.querySelectorAll("*")].filter(one => getComputedStyle(one).overflowY !== "visible"
+    && one.scrollHeight > one.clientHeight + 1 && !one.matches(".trace, svg, svg *, html, body"))
+    .map(one => one.className)"""
+"""Boxes that hide a part of what is in them. A long traceback does, and shows its end."""
+TRACE_LINES = """(() => { const found = document.querySelector(".trace pre"); if (!found) return null;
+    const style = getComputedStyle(found), inside = found.clientHeight - 2 * parseFloat(style.paddingTop);
+    const lines = found.textContent.replace(/\\n$/, "").split("\\n").length;
+    return [Math.round(inside / parseFloat(style.lineHeight)), lines]; })()"""
+"""As drawn, and as written."""
+
+
 def test_pages_fit_a_browser_at_both_widths(tmp_path: Path) -> None:
     files = []
     for name, page in [*((name, render_html(make())) for name, make in RUNS.items()), ("largest", largest_page())]:
@@ -408,4 +444,8 @@ def test_pages_fit_a_browser_at_both_widths(tmp_path: Path) -> None:
                 view.set_viewport_size({"width": width, "height": 900})
                 extent = view.evaluate("document.documentElement.scrollWidth")
                 assert extent <= width, f"{file.name} is {extent} px wide in a window of {width}"
+                clipped = view.evaluate(CLIPPED)
+                assert clipped == [], f"{file.name}: {clipped} scroll inside a window of {width}"
+                lines = view.evaluate(TRACE_LINES)
+                assert lines is None or lines[0] == lines[1], f"{file.name}: a line of the traceback is broken"
     assert (asked, said) == ([file.as_uri() for file in files], [])

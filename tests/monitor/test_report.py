@@ -22,6 +22,7 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
+from shoal.monitor.report import terminal
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Baseline, Summary
 from shoal.monitor.report.terminal import cells_of, print_report
@@ -67,9 +68,9 @@ def run(
     return summary
 
 
-def shown(summary: Summary, encoding: str = "utf-8") -> str:
+def shown(summary: Summary, encoding: str = "utf-8", width: int = 100) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    print_report(summary, Console(file=stream, width=100))
+    print_report(summary, Console(file=stream, width=width))
     stream.flush()
     raw = stream.buffer
     assert isinstance(raw, io.BytesIO)
@@ -123,6 +124,53 @@ def test_text_from_the_run_is_neither_markup_nor_terminal_sequences() -> None:
     summary.resume_command = EVIL
     text = shown(summary)
     assert "\x1b" not in text and "\u202e" not in text and text.count("[bold red]<script>") >= 5
+
+
+def full_run() -> Summary:
+    """With every line, and the widest of them."""
+    summary = run(shares=dict.fromkeys(PARTS, 1 / len(PARTS)), slow=2.0)
+    metrics = {"loss": 0.6, "accuracy": 0.9, "precision": 0.123456, "recall": 0.98765, "perplexity": 1234.5}
+    summary(EvalDone(step=100, epoch=0, metrics=metrics))
+    summary(Notice(step=100, text="look"))
+    summary(RunEnded(step=100, loss=0.5, metrics=metrics, reason="interrupted"))
+    summary.baseline = Baseline("digits-20261115-220418-11aa", 1, 4.0)
+    summary.resume_command = "shoal run train.py --resume " + "a" * 100
+    return summary
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_every_line_fits_the_terminal(width: int, encoding: str) -> None:
+    lines = shown(full_run(), encoding, width).splitlines()
+    copied = [line for line in lines if line.startswith("Resume")]
+    assert len(copied) == 1 and copied[0].endswith("a" * 100), "a command is not broken"
+    assert [line for line in lines if len(line) > width and line not in copied] == []
+    assert all(line[0].strip() or line.startswith(" " * 11) for line in lines), "what follows stands below the text"
+
+
+def test_the_legend_of_the_time_is_broken_between_its_entries() -> None:
+    lines = shown(full_run(), width=60).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("Time"))
+    assert lines[place : place + 3] == [
+        "Time       ███████▓▓▓▓▓▒▒▒▒░░░░░▚▚▚▚·····",
+        "           █ compute 23%  ▓ exchange 15%  ▒ data 15%",
+        "           ░ eval 15%  ▚ checkpoint 15%  · idle 15%",
+    ]
+    wide = shown(full_run(), width=140)
+    assert "·····  █ compute 23%  ▓ exchange 15%" in wide, "beside the bar where there is room"
+
+
+def test_in_a_notebook_the_report_is_one_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(terminal, "in_notebook", lambda: True)
+    monkeypatch.setattr("builtins.print", lambda text, **how: printed.append(text))
+    assert shown(full_run()) == "", "nothing goes to the console"
+    (text,) = printed
+    lines = text.splitlines()
+    assert lines[0].startswith("Run ") and lines[-1].startswith("Look ") and text.endswith("\n") and "\x1b" not in text
+    assert max(len(line) for line in lines if not line.startswith("Resume")) <= terminal.NOTEBOOK_WIDTH
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.events import EvalDone, Notice, Preparing, RunStarted, StepDone
+from shoal.core.events import CheckpointSaved, EvalDone, Notice, Preparing, RunStarted, StepDone
 from shoal.store import connect, recorder, writing
 from shoal.store.recorder import Recorder
 from shoal.store.store import Store
@@ -66,6 +66,23 @@ def test_records(url: str) -> None:
         assert (run.status, run.step, run.loss, run.metrics) == ("complete", 1500, 0.25, {"accuracy": 0.5})
         assert (run.batch_size, run.total_steps, run.pid) == (8, 9, os.getpid())
         assert [row.step for row in store.steps("r1")] == list(range(1, 1501))
+
+
+def test_a_checkpoint_is_written_at_once(file_url: str, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it the steps before it, which a resumed run does not do again."""
+    monkeypatch.setattr(recorder, "WRITE_SECONDS", 60.0)
+    record = Recorder(new_run(), url=file_url, warn=refuse)
+    record(started())
+    record(step(1))
+    record(CheckpointSaved(step=1, path="/c/1", best=False))
+    with Store.open(file_url) as store:
+        until(lambda: bool(store.runs()) and len(store.checkpoints("r1")) == 1)
+        assert [row.step for row in store.steps("r1")] == [1]
+        record(step(2))
+        record(CheckpointSaved(step=2, path="/c/2", best=False))
+        until(lambda: len(store.checkpoints("r1")) == 2)
+        assert [row.step for row in store.steps("r1")] == [1, 2]
+    record.close(COMPLETE)
 
 
 def test_what_the_maker_leaves_out_is_found_out(file_url: str) -> None:

@@ -40,7 +40,7 @@ def new_run(run_id: str = "r1", **changes: object) -> NewRun:
 
 def started(step: int = 0, **changes: object) -> RunStarted:
     values = {"workers": 2, "total_steps": 100, "steps_per_epoch": 10, "samples_per_epoch": 80, "batch_size": 8}
-    return RunStarted(step=step, run_id="r1", run_dir=None, **{**values, **changes})
+    return RunStarted(**{"step": step, "run_id": "r1", "run_dir": None, **values, **changes})
 
 
 def step(number: int, loss: float = 1.0, **changes: object) -> StepDone:
@@ -162,6 +162,35 @@ class TestWhatARunTold:
 
 
 class TestAResumedRun:
+    def test_steps_that_were_never_written_are_told_once(self, store: Store) -> None:
+        write(store, new_run(), started(), *(step(n) for n in range(1, 4)))
+        text = "steps 4–7 are not in the store: the run was killed before they were written"
+        for _ in range(2):  # killed again before its first step
+            write(store, new_run(), started(7))
+        write(store, new_run(), started(7), step(8))
+        told = [(row.kind, row.step) for row in store.events("r1")]
+        again = ("RunStarted", 7)
+        assert told == [("RunStarted", 0), again, ("Notice", 7), again, again], "behind the start that found it out"
+        assert [row.data for row in store.events("r1") if row.kind == "Notice"] == [{"text": text}]
+
+    def test_one_step_and_all_steps_may_be_missing(self, store: Store) -> None:
+        write(store, new_run(), started(), step(1))
+        write(store, new_run(), started(2))
+        write(store, new_run("r2"), started(run_id="r2"))
+        write(store, new_run("r2"), started(5, run_id="r2"))
+        words = [row.data["text"] for run in ("r1", "r2") for row in store.events(run) if row.kind == "Notice"]
+        assert [word.partition(":")[0] for word in words] == [
+            "step 2 is not in the store",
+            "steps 1–5 are not in the store",
+        ]
+
+    def test_no_step_is_missed_where_none_is_missing(self, store: Store) -> None:
+        write(store, new_run(), started(), *(step(n) for n in range(1, 6)))
+        write(store, new_run(), started(3), step(4), step(5))
+        write(store, new_run(), started(5), step(6))
+        write(store, new_run("r2"), started(5, run_id="r2"), step(6))  # of which this store knew nothing before
+        assert not [row for run in ("r1", "r2") for row in store.events(run) if row.kind == "Notice"]
+
     def test_goes_on_where_it_was(self, store: Store) -> None:
         evals = [EvalDone(step=at, epoch=0, metrics={"a": float(at)}) for at in (3, 5)]
         first = RunEnd(status="failed", step=5, error="boom", traceback="tb")

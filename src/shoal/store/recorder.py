@@ -66,6 +66,11 @@ class Recorder:
         self._warnings: list[str] = []  # appended to by the thread, emptied by the caller
         self._thread: threading.Thread | None = None
 
+    @property
+    def recording(self) -> bool:
+        """False once the store was given up, or where none was asked for."""
+        return not self._off
+
     def __call__(self, event: AnyEvent) -> None:
         if self._off or os.getpid() != self._pid or isinstance(event, Preparing):
             self._deliver()

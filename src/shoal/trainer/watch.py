@@ -265,7 +265,11 @@ class Watch:
     def _say_where_to_look(self, error: ShoalError) -> None:
         """The last lines on the screen: where the record is, and how to go on if there is a checkpoint."""
         assert self._identity is not None
-        lines = [f"  run:  shoal show {self._identity.run_id}"] if self._recorder is not None else []
+        lines = (
+            [f"  run:  shoal show {self._identity.run_id}"]
+            if self._recorder is not None and self._recorder.recording
+            else []
+        )
         if self._checkpointed:
             lines.append(f"  resume from step {self._checkpointed}:  {resume_command(self._identity)}")
         if lines:
@@ -305,6 +309,7 @@ class Watch:
         summary.resume_command = resume_command(self._identity)
         if self._recorder is not None:
             summary = self._from_store(summary)
+        summary.recorded = self._recorder is not None and self._recorder.recording
         folder = self._identity.run_dir
         if folder is not None and folder.is_dir():
             with suppress(OSError):

@@ -84,6 +84,8 @@ class Summary:
         self.baseline: Baseline | None = None
         self.resume_command: str | None = None
         self.version = ""
+        self.recorded = True
+        """Whether the run store has it."""
         self._reset()
 
     def _reset(self) -> None:

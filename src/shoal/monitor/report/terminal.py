@@ -33,7 +33,7 @@ _COPIED = ("Report", "Resume", "Look")
 
 
 def print_report(summary: Summary, console: Console) -> None:
-    """A dozen lines or two, no wider than the console, but for words and commands that are longer.
+    """A dozen lines or two, no wider than the console, but for what is to be copied.
 
     In a notebook it goes to standard output instead, all at once: each print would be an output of its own.
 
@@ -51,7 +51,7 @@ def _print(summary: Summary, console: Console) -> None:
     plain = not (console.encoding or "").lower().startswith("utf")
     room = max(20, console.width - LABEL_WIDTH)
     for label, text in _lines(summary, _PLAIN_SIGNS if plain else _SIGNS, room):
-        rows = [text] if label in _COPIED else text.wrap(console, room, overflow="ignore")
+        rows = [text] if label in _COPIED else text.wrap(console, room, overflow="fold")
         for number, row in enumerate(rows):
             line = Text.assemble((f"{'' if number else label:<{LABEL_WIDTH}}", "bold"), row)
             line.rstrip()
@@ -84,7 +84,7 @@ def _lines(summary: Summary, signs: dict[str, str], room: int) -> Iterator[tuple
         yield "Report", Text(clean(summary.report_path))
     if summary.outcome not in (COMPLETE, RUNNING) and summary.how_to_resume:
         yield "Resume", Text(_one_line(summary.how_to_resume))
-    if summary.run_id:
+    if summary.run_id and summary.recorded:
         yield "Look", Text(f"shoal show {_one_line(summary.run_id)}")
 
 
