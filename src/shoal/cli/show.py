@@ -211,10 +211,11 @@ def _loss_curve(losses: Sequence[float], screen: Screen) -> str:
     span = (high - low) or 1.0
     heights = [1 + (8 * _CURVE_HEIGHT - 1) * (mean - low) / span if math.isfinite(mean) else None for mean in means]
     edge = {_CURVE_HEIGHT - 1: figure(high), 0: figure(low)}
+    margin = max(8, *map(len, edge.values()))
     lines = []
     for row in reversed(range(_CURVE_HEIGHT)):
         blocks = "".join(_block(height, row) for height in heights)
-        lines.append(f"  {edge.get(row, ''):>8}  {screen.style(blocks, fg='cyan')}".rstrip() + "\n")
+        lines.append(f"  {edge.get(row, ''):>{margin}}  {screen.style(blocks, fg='cyan')}".rstrip() + "\n")
     return "".join(lines)
 
 
