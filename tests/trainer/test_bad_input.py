@@ -640,7 +640,8 @@ def test_a_callback_that_fails_is_named_without_shoals_frames() -> None:
             raise LookupError("not in the plan")
 
     with pytest.raises(LookupError) as caught:
-        make(callbacks=[lambda event: None, broken]).fit()
+        # long enough not to be at its last checkpoint by then
+        make(callbacks=[lambda event: None, broken], epochs=10**6).fit()
     assert "callbacks[1]" in caught.value.__notes__[-1] and "RunStarted of step 0" in caught.value.__notes__[-1]
     files = [frame.path.name for frame in caught.traceback]
     assert files[-1] == "test_bad_input.py" and "supervise.py" not in files and "watch.py" not in files
