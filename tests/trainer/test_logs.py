@@ -128,12 +128,13 @@ def test_the_tail_gives_whole_lines_in_order(tmp_path: Path) -> None:
 
 def test_the_tail_keeps_a_traceback_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    with Tail(tmp_path / "logs", 1, lambda worker, stream, text: told.append(text)):
+    with Tail(tmp_path / "logs", 1, lambda worker, stream, text: told.append(text)) as tail:
         path = log_path(tmp_path / "logs", 0, ERR)
         with open(path, "a") as file:
             monkeypatch.setattr(sys, "stderr", file)
             print("a warning", file=sys.stderr)
             log_failure(0, "Traceback ...")
+            assert tail.look()
             print("from a thread that goes on", file=sys.stderr)
             monkeypatch.undo()
     assert told == ["a warning\n"]
