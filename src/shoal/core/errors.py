@@ -10,6 +10,7 @@
     │   └── CheckpointWriteError        the disk is full or the folder went away
     ├── StoreError                      the run store cannot be used: corrupt, of a newer version, not reached
     ├── RunNotFound                     no run of that id or name, or more than one
+    ├── LabUnavailable                  this machine cannot hold lab hosts: not root, a tool or a kernel part is missing
     ├── GroupError                      a peer went away in the middle of a collective operation
     └── WorkerError                     a worker failed: its own traceback is printed last
         └── NotFiniteError              the loss is NaN or infinite
@@ -89,6 +90,10 @@ class RunNotFound(ShoalError):
     """There is no run of that id or name, or there is more than one."""
 
     exit_code = EXIT_NO_RUN
+
+
+class LabUnavailable(ShoalError):
+    """This machine cannot hold the hosts of a lab; the message says what is missing and what to do."""
 
 
 class GroupError(ShoalError):

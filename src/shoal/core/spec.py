@@ -47,14 +47,20 @@ class Local:
 
     `start="fork"` forks them from this process, `start="script"` runs the script once per worker,
     `start="auto"` forks unless the machine has CUDA, which does not survive a fork.
+    `lab` names a lab that is up: the workers are forked, and spread over its hosts in blocks.
     """
 
     name: ClassVar[str] = "local"
     start: str = "auto"
+    lab: str = ""
 
     def __post_init__(self) -> None:
         if self.start not in ("auto", "fork", "script"):
             raise ConfigError(f"engine: start={self.start!r} is not known; use auto, fork or script")
+        if self.lab and self.start == "script":
+            raise ConfigError(f"engine: lab={self.lab!r} forks its workers; leave start=script out")
+        if self.lab:
+            object.__setattr__(self, "start", "fork")  # a frozen value, before anybody has seen it
 
 
 KINDS: dict[str, tuple[type[Any], ...]] = {
@@ -64,6 +70,18 @@ KINDS: dict[str, tuple[type[Any], ...]] = {
     "precision": (Fp32,),
     "engine": (Local,),
 }
+
+
+COLLECTIVES = ("auto", "shm", "hierarchical", "gloo", "nccl")
+"""How workers sum: by shared memory, by that inside hosts and a ring between them, by torch's backends."""
+
+
+def check_collective(given: object) -> str:
+    """Raises `ConfigError` with the valid names."""
+    if isinstance(given, str) and given in COLLECTIVES:
+        return given
+    near = _nearest(given, dict.fromkeys(COLLECTIVES)) if isinstance(given, str) else ""
+    raise ConfigError(f"collective={given!r} is not known{near}; use {_listing(dict.fromkeys(COLLECTIVES))}")
 
 
 def parse(kind: str, given: object) -> Any:
@@ -88,6 +106,8 @@ def _arguments(kind: str, given: str, text: str, cls: type[Any]) -> dict[str, An
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             raise ConfigError(f"{kind}={given!r}: {part!r} is not of the form key=value")
+        if not value:
+            raise ConfigError(f"{kind}={given!r}: {key}= is empty; give it a value, or leave it out")
         if key not in fields:
             known = f"valid keys: {', '.join(fields)}" if fields else f"{cls.name} takes no keys"
             raise ConfigError(f"{kind}={given!r}: unknown key {key!r}{_nearest(key, fields)}; {known}")

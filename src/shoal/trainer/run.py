@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.core.errors import ConfigError
 from shoal.core.spec import Local
+from shoal.engines.places import read_lab
 from shoal.trainer.channel import StopSignals
 from shoal.trainer.spmd import run_here
 from shoal.trainer.start import Body, Start, is_spmd
@@ -26,5 +28,10 @@ def run(
     What `signals` ask for reaches the loop of the session; without them a signal does what it does anywhere.
     """
     if is_spmd(engine):
+        if engine.lab:
+            raise ConfigError(
+                f"engine: lab={engine.lab!r} places workers that it forks, and a launcher has started this one; "
+                "leave out the lab or the launcher"
+            )
         return run_here(body, start, workers, watch, signals)
-    return run_forked(body, start, workers, watch, signals)
+    return run_forked(body, start, workers, watch, signals, read_lab(engine.lab) if engine.lab else ())
