@@ -6,7 +6,10 @@ next to nothing and does not import torch.
 
 from __future__ import annotations
 
+import gc
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
         DataError,
         GroupError,
         Interrupted,
+        LabUnavailable,
         NotFiniteError,
         Preempted,
         RunDirError,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
         CheckpointSaved,
         EpochDone,
         EvalDone,
+        ExchangeSettled,
         Notice,
         Preparing,
         RunEnded,
@@ -60,8 +65,10 @@ __all__ = [
     "DataError",
     "EpochDone",
     "EvalDone",
+    "ExchangeSettled",
     "GroupError",
     "Interrupted",
+    "LabUnavailable",
     "Metric",
     "NotFiniteError",
     "Notice",
@@ -103,6 +110,7 @@ _HOME_OF = {
     "Stop": "shoal.core.events",
     "Trainer": "shoal.trainer.trainer",
     "WorkerSeen": "shoal.core.events",
+    "ExchangeSettled": "shoal.core.events",
     "cross_validate": "shoal.trainer.crossval",
     "launch": "shoal.trainer.launch",
 }
@@ -112,9 +120,22 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its module on first use (PEP 562)."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME_OF.get(name, "shoal.core.errors")), name)
+    with _without_collecting():
+        value = getattr(importlib.import_module(_HOME_OF.get(name, "shoal.core.errors")), name)
     globals()[name] = value
     return value
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Modules are there to stay: looking for garbage among them, and all of torch, takes longer than importing them."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

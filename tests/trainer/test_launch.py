@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.comm.group import Group
 from shoal.core.atoms import Course
+from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
+from shoal.testing.ranks import run_ranks
 from shoal.testing.reference import batches_of
 from shoal.trainer.session import Session
+from shoal.trainer.soundness import refuse_different
 from shoal.trainer.step import atom_key
 
 State = dict[str, Tensor]
@@ -786,3 +790,27 @@ def test_workers_that_part_ways_are_found_out() -> None:
     with pytest.raises(shoal.ShoalError):
         shoal.launch(lambda session: session.sum(torch.ones(1)) if session.rank == 0 else 1 // 0, 2)
     assert time.monotonic() - begun < 3.0
+
+
+@pytest.mark.parametrize("differs", ["depth", "width", "buffer", "order"])
+def test_models_that_differ_between_workers_are_refused_before_anything_is_copied(differs: str) -> None:
+    """Where each worker builds its own, as under a launcher."""
+
+    def fn(group: Group) -> str:
+        layers: list[nn.Module] = [nn.Linear(3, 4), nn.Linear(4, 5)]
+        if group.rank == 1:
+            changed: dict[str, list[nn.Module]] = {
+                "depth": [*layers, nn.Linear(5, 5)],
+                "width": [nn.Linear(3, 6), nn.Linear(6, 5)],
+                "buffer": [*layers, nn.BatchNorm1d(5, affine=False)],
+                "order": layers[::-1],
+            }
+            layers = changed[differs]
+        try:
+            refuse_different("net", nn.Sequential(*layers), group)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for told in run_ranks(3, fn):
+        assert "the model 'net' of worker 1 has other parameters or buffers than that of worker 0" in told

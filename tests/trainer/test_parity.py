@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal import Trainer
-from shoal.comm import buckets
+from shoal import ExchangeSettled, Trainer
+from shoal.comm.buckets import Buckets
+from shoal.syncs import allreduce
+from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import reference_fit, relative_difference
 
 TOLERANCE = 1e-5
@@ -223,12 +226,59 @@ def test_weights_equal_those_of_one_process(name: str, workers: int) -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt with tied weights and dropout", "parameters used by one worker or none"])
 def test_gradients_that_leave_during_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models have one bucket; with many, most leave while backward still runs."""
-    monkeypatch.setattr(buckets, "CAP_BYTES", 2000)
+    monkeypatch.setattr(allreduce, "Buckets", partial(Buckets, cap=2000))
     case = CASES[name]
     net = build(case)
     Trainer(
         net, case.loss, case.optimizer, case.data(), batch_size=case.batch_size, steps=STEPS, workers=3, **case.options
     ).fit()
+    assert relative_difference(net, reference(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mlp", "double precision", "last batch short"])
+def test_weights_do_not_depend_on_how_workers_sum(name: str) -> None:
+    """Other tests use shared memory, as runs on one host do."""
+    case = CASES[name]
+    net = build(case)
+    events: list[Any] = []
+    Trainer(
+        net,
+        case.loss,
+        case.optimizer,
+        case.data(),
+        batch_size=case.batch_size,
+        steps=STEPS,
+        workers=3,
+        collective="gloo",
+        callbacks=[events.append],
+        **case.options,
+    ).fit()
+    assert [event.collective for event in events if isinstance(event, ExchangeSettled)] == ["gloo"]
+    assert relative_difference(net, reference(name)) < TOLERANCE
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason=f"no lab: {why_no_lab()}")
+@pytest.mark.parametrize("name", ["mlp", "gpt with tied weights and dropout", "parameters used by one worker or none"])
+def test_eight_workers_on_two_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allreduce, "Buckets", partial(Buckets, cap=2000))
+    case = CASES[name]
+    net = build(case)
+    events: list[Any] = []
+    with Lab(hosts=2) as lab:
+        Trainer(
+            net,
+            case.loss,
+            case.optimizer,
+            case.data(),
+            batch_size=case.batch_size,
+            steps=STEPS,
+            workers=8,
+            engine=f"local:lab={lab.name}",
+            callbacks=[events.append],
+            **case.options,
+        ).fit()
+    settled = [event for event in events if isinstance(event, ExchangeSettled)]
+    assert [(event.collective, event.hosts) for event in settled] == [("hierarchical", [0] * 4 + [1] * 4)]
     assert relative_difference(net, reference(name)) < TOLERANCE
 
 

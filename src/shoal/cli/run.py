@@ -86,6 +86,10 @@ def run(
     sync: Annotated[str | None, typer.Option(help="How workers agree: allreduce.", rich_help_panel=_TRAINING)] = None,
     codec: Annotated[str | None, typer.Option(help="How gradients travel: none.", rich_help_panel=_TRAINING)] = None,
     precision: Annotated[str | None, typer.Option(help="fp32.", rich_help_panel=_TRAINING)] = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(help="How workers sum: auto, shm, hierarchical, gloo or nccl.", rich_help_panel=_TRAINING),
+    ] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Most samples a worker computes at once.", rich_help_panel=_TRAINING)
     ] = None,
@@ -172,6 +176,7 @@ def run(
         "sync": sync,
         "codec": codec,
         "precision": precision,
+        "collective": collective,
         "micro_batch": micro_batch,
         "clip": clip,
         "ema": ema,
@@ -220,6 +225,8 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
     for kind in ("layout", "sync", "codec", "precision", "engine"):
         if kind in overrides:
             spec.parse(kind, overrides[kind])
+    if "collective" in overrides:
+        spec.check_collective(overrides["collective"])
     if "epochs" in overrides and "steps" in overrides:
         raise ConfigError("--epochs and --steps were both given; use one of them")
     if "epochs" in overrides:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.traffic import Traffic
+
 
 class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Something that happened. `step` counts committed steps: 0 before the first one is done."""
@@ -52,6 +54,8 @@ class StepDone(Event, frozen=True, tag=True, kw_only=True):
     rates: list[float]
     norm: float | None = None
     logs: dict[str, float] = {}
+    traffic: Traffic | None = None
+    """What worker 0 sent in this step; None where there is one worker."""
 
 
 class WorkerSeen(Event, frozen=True, tag=True, kw_only=True):
@@ -61,11 +65,35 @@ class WorkerSeen(Event, frozen=True, tag=True, kw_only=True):
     samples: int
     seconds: dict[str, float]
     """In compute, exchange, data, eval, checkpoint, idle."""
-    bytes_sent: int = 0
+    traffic: Traffic = Traffic()
     memory: int = 0
     """Bytes resident now, those it shares with other workers included."""
     pid: int = 0
     host: str = ""
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.traffic.bytes
+
+
+class ExchangeSettled(Event, frozen=True, tag=True, kw_only=True):
+    """How the workers sum their gradients, measured in the first steps and agreed by all of them.
+
+    Where nothing was measured (deterministic runs, and runs of a few steps) there are no buckets, and zeros.
+    """
+
+    collective: str
+    """shm, hierarchical, gloo or nccl."""
+    reason: str
+    """Why that one."""
+    hosts: list[int]
+    """For each worker the number of its host."""
+    latency: float
+    """Seconds that the smallest sum takes."""
+    bandwidth: float
+    """Bytes of gradient summed per second in buckets of the size chosen."""
+    buckets: list[int]
+    """Bytes of each bucket, in the order in which they leave."""
 
 
 class EpochDone(Event, frozen=True, tag=True, kw_only=True):
@@ -111,6 +139,7 @@ AnyEvent = (
     | RunStarted
     | StepDone
     | WorkerSeen
+    | ExchangeSettled
     | EpochDone
     | EvalDone
     | CheckpointSaved

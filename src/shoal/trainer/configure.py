@@ -130,6 +130,7 @@ FLAGS = (
     "sync",
     "codec",
     "precision",
+    "collective",
     "engine",
     "micro_batch",
     "clip",

@@ -33,6 +33,7 @@ def launch(
     *,
     seed: int = 0,
     deterministic: bool = False,
+    collective: str = "auto",
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -49,6 +50,7 @@ def launch(
     """
     engine_spec: spec.Local = spec.parse("engine", engine)
     count = default_workers(engine_spec) if workers is None else check_workers(workers)
+    spec.check_collective(collective)
     check_functions(fn=fn)
     check_whole(None, seed=seed)
     check_whole(1, keep=keep)
@@ -65,6 +67,7 @@ def launch(
             start = Start(
                 seed=seed,
                 deterministic=deterministic,
+                collective=collective,
                 run_id=place.run_id,
                 run_dir=folder,
                 checkpoint_every=checkpoint_every,

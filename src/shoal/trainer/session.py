@@ -18,8 +18,6 @@ effects out of it, or put them after `step.apply`.
 from __future__ import annotations
 
 import operator
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +30,8 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import CheckpointMismatch, CheckpointWriteError, ConfigError
-from shoal.core.events import CheckpointSaved, RunStarted, WorkerSeen
+from shoal.core.events import CheckpointSaved, WorkerSeen
+from shoal.core.traffic import PARAMETER, STATE, Traffic
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
@@ -42,9 +41,10 @@ from shoal.syncs.allreduce import Exchange, make_exchange
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.restore import restore
-from shoal.trainer.soundness import refuse_not_finite, refuse_parted
+from shoal.trainer.soundness import refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
-from shoal.trainer.usage import Times, resident_bytes
+from shoal.trainer.telling import exchange_settled, run_started, worker_seen
+from shoal.trainer.usage import Times
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints, Loaded
@@ -123,6 +123,8 @@ class Session:
         self.course: Course | None = None
         self._run = run_id, run_dir
         self._group = group
+        self._counted = Traffic()
+        self._settled_told = False
         self._saving = saving or Saving()
         self._loaded = loaded
         self._spare_cores = spare_cores
@@ -158,7 +160,7 @@ class Session:
                 # a second copy of everything is not needed any longer
                 self._loaded.trees[name] = None
             if isinstance(thing, nn.Module):
-                self._share(thing)
+                self._share(name, thing)
             if isinstance(thing, torch.optim.Optimizer):
                 self._train(thing)
         self.buffers = Buffers(self._modules())
@@ -222,19 +224,27 @@ class Session:
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
-        return [from_bytes(data) for data in self._group.gather_bytes(to_bytes(tree))]
+        return [from_bytes(data) for data in self._group.gather_bytes(to_bytes(tree), STATE)]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all workers. All workers must call it."""
         total = tensor.detach().clone().contiguous()
-        self._group.sum(total).wait()
+        self._group.sum(total, STATE).wait()
         return total
 
     # -- for the Trainer -----------------------------------------------------------------------------------------------
 
     @property
-    def bytes_sent(self) -> int:
-        return self._group.bytes_sent
+    def group(self) -> Group:
+        """What the workers sum and gather with. All of them must call the same operations in the same order."""
+        return self._group
+
+    def step_traffic(self) -> Traffic | None:
+        """What this worker has sent since this was last asked; None where there is one worker."""
+        if self.workers == 1:
+            return None
+        before, self._counted = self._counted, self._group.account.now()
+        return self._counted.since(before)
 
     @property
     def resumed_step(self) -> int:
@@ -353,13 +363,14 @@ class Session:
     def _modules(self) -> list[nn.Module]:
         return [thing for thing in self._tracked.values() if isinstance(thing, nn.Module)]
 
-    def _share(self, module: nn.Module) -> None:
+    def _share(self, name: str, module: nn.Module) -> None:
         if self._starts_equal:
             return
+        refuse_different(name, module, self._group)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 plain = tensor.detach().contiguous()
-                self._group.broadcast(plain)
+                self._group.broadcast(plain, PARAMETER)
                 tensor.copy_(plain)
 
     def _train(self, optimizer: torch.optim.Optimizer) -> Trained:
@@ -420,35 +431,26 @@ class Session:
 
     def _tell_start(self, course: Course, total: int) -> None:
         run_id, run_dir = self._run
+        optimizers = [trained.optimizer for trained in self._trained.values()]
         self.channel.emit(
-            RunStarted(
-                step=self.step,
-                run_id=run_id,
-                run_dir=run_dir,
-                workers=self.workers,
-                total_steps=total,
-                steps_per_epoch=course.steps_per_epoch,
-                samples_per_epoch=course.size,
-                batch_size=course.batch,
-                parameters=sum(param.numel() for module in self._modules() for param in module.parameters()),
-                optimizers=[type(trained.optimizer).__name__ for trained in self._trained.values()],
-            )
+            run_started(self.step, run_id, run_dir, self.workers, course, total, self._modules(), optimizers)
         )
 
     def seen(self) -> WorkerSeen:
         """What this worker has done so far."""
-        return WorkerSeen(
-            step=self.step,
-            worker=self.rank,
-            samples=self.samples,
-            seconds=self.times.shares(time.monotonic() - self._began),
-            bytes_sent=self.bytes_sent,
-            memory=resident_bytes(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        )
+        seconds = self.times.shares(time.monotonic() - self._began)
+        return worker_seen(self.step, self.rank, self.samples, seconds, self._group.account.now())
+
+    def _tell_settled(self, *, last: bool) -> None:
+        """Once it is known how gradients are exchanged, say so, for the first optimizer."""
+        told = exchange_settled(self.step, self._group, next(iter(self._trained.values())).exchange, last=last)
+        if told is not None:
+            self._settled_told = True
+            self.channel.emit(told)
 
     def _between_steps(self, *, last: bool) -> None:
+        if self._trained and not self._settled_told:
+            self._tell_settled(last=last)
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now

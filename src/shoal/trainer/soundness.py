@@ -28,6 +28,19 @@ def refuse_not_finite(params: Params, step: int) -> None:
             )
 
 
+def refuse_different(name: str, module: nn.Module, group: Group) -> None:
+    """Before workers copy each other's tensors: they must have the same ones."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    mine = repr((name, [(each, tuple(tensor.shape), str(tensor.dtype)) for each, tensor in tensors])).encode()
+    told = group.gather_bytes(xxh3_64_digest(mine))
+    others = [worker for worker, digest in enumerate(told) if digest != told[0]]
+    if others:
+        raise ConfigError(
+            f"the model {name!r} of worker {others[0]} has other parameters or buffers than that of worker 0 (their "
+            "names, shapes or types differ); build the same model on every worker"
+        )
+
+
 def refuse_parted(params: Params, group: Group) -> None:
     """After the first step: replicas must be equal, which a forward that changes parameters would break."""
     sums = [xxh3_64_digest(_bytes(param)) for _, param in params]

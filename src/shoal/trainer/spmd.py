@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.comm.group import make_group
 from shoal.core.errors import CheckpointError, ConfigError, GroupError
 from shoal.core.events import Notice
 from shoal.engines.script import ended, run_script_on, take_listener
@@ -21,7 +20,6 @@ from shoal.trainer.channel import DirectChannel, StopSignals
 from shoal.trainer.failure import explain
 from shoal.trainer.session import Session
 from shoal.trainer.start import (
-    GROUP_TIMEOUT,
     LOOPBACK,
     ROOT_CAUSE_SECONDS,
     Body,
@@ -60,7 +58,7 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
     try:
         store = _meet(world, _runs)
         host = LOOPBACK if world.address in ("localhost", LOOPBACK, "::1") else None
-        group = make_group(store, world.rank, world.size, device, timeout=GROUP_TIMEOUT, host=host)
+        group = start.group(store, world.rank, world.size, device, host=host, channel=channel)
         try:
             session = start.session(group, channel, device, starts_equal=world.size == 1)
             _refuse_other_checkpoints(session, start.loaded)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.comm.choose import make_group
+from shoal.comm.group import Group
 from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import Local
@@ -40,6 +42,7 @@ class Start:
 
     seed: int = 0
     deterministic: bool = False
+    collective: str = "auto"
     run_id: str = ""
     run_dir: Path | None = None
     checkpoint_every: int | None = None
@@ -51,6 +54,22 @@ class Start:
     def logs(self) -> Path | None:
         """Where workers log what they print; None leaves it on the screen."""
         return None if self.run_dir is None else self.run_dir / "logs"
+
+    def group(
+        self, store: Any, rank: int, size: int, device: torch.device, *, host: str | None, channel: Channel
+    ) -> Group:
+        """The group of all workers, once they have met."""
+        return make_group(
+            store,
+            rank,
+            size,
+            device,
+            timeout=GROUP_TIMEOUT,
+            host=host,
+            collective=self.collective,
+            run=self.run_id,
+            warn=lambda text: channel.emit(Notice(step=0, text=text)),
+        )
 
     def session(self, group: Any, channel: Channel, device: torch.device, *, starts_equal: bool) -> Session:
         checkpoints = None

@@ -208,7 +208,13 @@ class Step:
         self._in_phase, self._complete = True, False
         self._session.buffers.open()
         self._sums_size = self._session.sums_size
+        self._exposed = self._session.group.account.exposed
         self._session.open_exchanges(len(self._atoms))
+
+    def _count_exchange(self) -> None:
+        """What this phase has waited for the exchange so far, in the hooks of backward too."""
+        before, self._exposed = self._exposed, self._session.group.account.exposed
+        self._session.times.exchange += self._exposed - before
 
     def _load(self) -> list[tuple[list[Span], Any]]:
         if self._batches is None:
@@ -341,11 +347,9 @@ class Step:
         trained = session.trained(optimizer) or self._adopted(optimizer)
         first = not self._applied
         self._applied.add(id(optimizer))
-        begun = time.perf_counter()
         # What belongs to the phase is told once, with the first optimizer.
         sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
         sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first))
-        session.times.exchange += time.perf_counter() - begun
         told = flags.tolist()
         self._obey(told)
         if first:
@@ -353,6 +357,7 @@ class Step:
         assert self._update is not None
         self._set_gradients(trained.params, told[FLAGS:], self._update.weight)
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
+        self._count_exchange()
         session.before_change()
         optimizer.step()
         self._update = self._update._replace(norm=norm)
@@ -487,6 +492,7 @@ class Step:
                 rates=session.rates(),
                 norm=update.norm,
                 logs=update.logs,
+                traffic=session.step_traffic(),
             )
             session.channel.emit(done)
         if self.span.stop == self._loop.course.size:

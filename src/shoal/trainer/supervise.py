@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import make_group
+from shoal.comm.shm.segment import sweep
 from shoal.core.errors import ShoalError
 from shoal.core.events import Notice
 from shoal.data.parcel import seal, unseal
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
+from shoal.engines.places import Place, enter, spread
 from shoal.trainer.channel import (
     INTERRUPTED,
     PREEMPTED,
@@ -30,7 +32,6 @@ from shoal.trainer.logs import Tail, begin_log, log_failure
 from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAsked, decode_up, encode
 from shoal.trainer.session import Session
 from shoal.trainer.start import (
-    GROUP_TIMEOUT,
     LOOPBACK,
     ROOT_CAUSE_SECONDS,
     Body,
@@ -49,20 +50,36 @@ _SIGNAL_NOTICE = {
 }
 
 
-def run_forked(body: Body, start: Start, workers: int, watch: Watcher, signals: StopSignals | None) -> list[Any]:
-    """`body(session)` on workers forked from this process; what each of them returned."""
+def run_forked(
+    body: Body,
+    start: Start,
+    workers: int,
+    watch: Watcher,
+    signals: StopSignals | None,
+    hosts: Sequence[Place] = (),
+) -> list[Any]:
+    """`body(session)` on workers forked from this process; what each of them returned.
+
+    With `hosts`, the hosts of a lab, the workers run there. Only they move: supervisor and workers speak over sockets
+    that are open before, and meet through a file.
+    """
+    places = spread(hosts, workers) if hosts else [None] * workers
 
     def main(rank: int, link: Link, scratch: Path) -> None:
-        _worker(rank, workers, link, scratch, body, start)
+        _worker(rank, workers, link, scratch, body, start, places[rank])
 
-    with (
-        Tail(start.logs, workers, watch.output) as tail,
-        LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew,
-    ):
-        return _Supervisor(crew, watch, signals, tail).watch()
+    try:
+        with (
+            Tail(start.logs, workers, watch.output) as tail,
+            LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew,
+        ):
+            return _Supervisor(crew, watch, signals, tail).watch()
+    finally:
+        # workers that were all ended while they met, or while they made room for gradients
+        sweep()
 
 
-def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, start: Start) -> None:
+def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, start: Start, place: Place | None) -> None:
     leave_sigterm_to_the_supervisor()
     begin_log(start.logs, rank)
     torch.set_num_threads(1)
@@ -70,9 +87,12 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, star
     session: Session | None = None
     failed: Failed | None = None
     try:
+        if place is not None:
+            enter(place)
         distributed: Any = import_module("torch.distributed")
         store = distributed.FileStore(str(scratch / "store"), workers)
-        group = make_group(store, rank, workers, torch.device("cpu"), timeout=GROUP_TIMEOUT, host=LOOPBACK)
+        address = LOOPBACK if place is None else place.address
+        group = start.group(store, rank, workers, torch.device("cpu"), host=address, channel=channel)
         session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
         with deterministic_algorithms(start.deterministic):
             value = body(session)

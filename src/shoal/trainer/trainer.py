@@ -82,6 +82,8 @@ class Trainer(Configured):
     batch_size: samples per step over all workers. epochs: passes over the data (1); steps: exactly so many instead.
     workers: None is one per core. min_workers, max_workers: membership is fixed in this version; leave them None.
     layout, sync, codec, precision, engine: this version has "single", "allreduce", "none", "fp32", "local".
+    collective: how workers sum: "shm" (shared memory), "hierarchical" (that inside hosts, a ring between them), "gloo"
+        or "nccl"; "auto" chooses by where the workers are.
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
@@ -116,6 +118,7 @@ class Trainer(Configured):
         sync: str | spec.AllReduce = "allreduce",
         codec: str | spec.NoCodec = "none",
         precision: str | spec.Fp32 = "fp32",
+        collective: str = "auto",
         clip: float | None = None,
         micro_batch: int | None = None,
         ema: float | None = None,
@@ -132,6 +135,7 @@ class Trainer(Configured):
     ) -> None:
         for kind, given in (("layout", layout), ("sync", sync), ("codec", codec), ("precision", precision)):
             spec.parse(kind, given)
+        self.collective = spec.check_collective(collective)
         self.engine: spec.Local = spec.parse("engine", engine)
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
         _check_membership(self.workers, min_workers, max_workers)
@@ -250,6 +254,7 @@ class Trainer(Configured):
                 start = Start(
                     seed=self.seed,
                     deterministic=self.deterministic,
+                    collective=self.collective,
                     run_id=place.run_id,
                     run_dir=place.path,
                     checkpoint_every=self.checkpoint_every,
@@ -330,7 +335,7 @@ class Trainer(Configured):
             samples=course.samples_before(first["steps"]),
             workers=len(values),
             wall_seconds=wall,
-            bytes_sent=sum(seen["bytes_sent"] for seen in told),
+            bytes_sent=sum(flow["bytes"] for seen in told for flow in seen["traffic"]["flows"]),
             seconds={key: sum(seen["seconds"][key] for seen in told) / len(told) for key in told[0]["seconds"]},
             stopped=watch.stop.reason if watch.stop is not None and first["stopping"] == STOPPED else first["stopping"],
         )
@@ -423,7 +428,7 @@ class Trainer(Configured):
 
     def _run(self, body: Callable[[Session], Any]) -> list[Any]:
         settings.current().entered += 1
-        start = Start(seed=self.seed)
+        start = Start(seed=self.seed, collective=self.collective)
         try:
             return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
         except ShoalError as error:

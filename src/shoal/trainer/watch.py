@@ -35,6 +35,7 @@ from shoal.core.events import (
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
 from shoal.monitor.display.display import Display
+from shoal.monitor.resuming import resuming
 from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.start import is_main_process
@@ -401,7 +402,7 @@ def resume_command(identity: Identity) -> str:
     resume = identity.run_id if identity.run_dir is None or _is_home_of(identity) else "last"
     typed = settings.current().command
     if typed:
-        return shlex.join(["shoal", *masked(_resuming(typed, resume))])
+        return shlex.join(["shoal", *masked(resuming(typed, resume))])
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
     if script and Path(script).suffix == ".py":
         rest = ["--", *masked(sys.argv[1:])] if len(sys.argv) > 1 else []
@@ -412,16 +413,3 @@ def resume_command(identity: Identity) -> str:
 def _is_home_of(identity: Identity) -> bool:
     """Whether the run is found by its id: it lies where runs lie that were given no folder."""
     return identity.run_dir is not None and identity.run_dir == shoal_home() / "runs" / identity.run_id
-
-
-def _resuming(typed: Sequence[str], resume: str) -> list[str]:
-    """The words of `shoal run ...` as they were typed, but with another --resume."""
-    at = typed.index("--") if "--" in typed else len(typed)
-    words, kept = list(typed[:at]), []
-    while words:
-        word = words.pop(0)
-        if word == "--resume":
-            del words[:1]
-        elif not word.startswith("--resume="):
-            kept.append(word)
-    return [*kept, "--resume", resume, *typed[at:]]

@@ -98,7 +98,7 @@ def check_swap(*, meminfo: str) -> Finding:
 
 def check_shared_memory(folder: Path) -> Finding:
     """`folder`: /dev/shm."""
-    who = "NCCL, and torch's own DataLoader processes, exchange data there"
+    who = "workers of one host sum their gradients there, and NCCL and torch's own DataLoader processes exchange data"
     fix = "In a container: docker run --shm-size=2g, or an emptyDir of medium Memory at /dev/shm in Kubernetes."
     if not folder.is_dir():
         return warn(f"{folder} is not there; {who}", fix)

@@ -1,0 +1,228 @@
+"""What the members of one host share: tokens that they pass, notes that they compare, memory that they all see."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from shoal.comm.shm.segment import Segment
+from shoal.comm.shm.semaphores import SLICE, SLOT, create, poster, sleep_for, taker
+from shoal.core.errors import GroupError
+
+STAGE = 1 << 20
+"""Bytes of each member through which tensors travel that do not lie in a segment; small enough for a core's cache."""
+NOTES = 64
+"""Sums that may be under way at once."""
+CHANNELS = 4
+"""Kinds of tokens."""
+
+_NOTE_WORDS = 3
+_PAGE = 4096
+_SPINS = 2000
+_SPINS_CROWDED = 100
+_TURN = 0.0005
+"""Seconds to sleep where there may be other things to do."""
+_LOOK_SECONDS = 0.02
+"""How often a wait looks whether the others are alive."""
+_GRACE_SECONDS = 0.2
+"""How long a wait goes on after a member has left that it does not wait for itself: that one may have been done."""
+
+
+class Layout:
+    """Where things lie in a control segment of so many members: tokens, notes, stages."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self.notes = _pages(CHANNELS * members * members * SLOT)
+        self.stage = self.notes + _pages(members * (NOTES * _NOTE_WORDS + 1) * 8)
+        self.size = self.stage + members * STAGE
+
+    def token(self, channel: int, giver: int, taker: int) -> int:
+        return ((channel * self._members + giver) * self._members + taker) * SLOT
+
+    def prepare(self, segment: Segment) -> None:
+        """Make the semaphores: by the member that has created the segment, before others use it."""
+        for at in range(CHANNELS * self._members * self._members):
+            create(segment.address + at * SLOT)
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+class Area:
+    """Memory of every member, as this one sees it: `rows[m]` is member m's. Offsets mean the same to all members."""
+
+    def __init__(self, segment: Segment, members: int, each: int, begin: int = 0) -> None:
+        self.each = each
+        self.rows: list[Tensor] = [segment.bytes[begin + at * each : begin + (at + 1) * each] for at in range(members)]
+
+    def offset_of(self, address: int, size: int, member: int) -> int | None:
+        """Where in this member's row the memory at `address` lies; None if it does not."""
+        offset = address - self.rows[member].data_ptr()
+        return offset if offset >= 0 and offset + size <= self.each else None
+
+
+class Channel:
+    """Tokens of one kind between this member and each other one. What is written before `tell` is seen after `hear`."""
+
+    def __init__(self, shared: Shared, number: int) -> None:
+        self._shared = shared
+        members, me, base = range(shared.size), shared.rank, shared.control.address
+        self._to = [base + shared.layout.token(number, me, member) for member in members]
+        self._from = [base + shared.layout.token(number, member, me) for member in members]
+        self._post, self._take = poster(), taker()
+
+    def tell(self, member: int) -> None:
+        self._post(self._to[member])
+
+    def tell_all(self, members: Sequence[int]) -> None:
+        for member in members:
+            self._post(self._to[member])
+
+    def heard(self, member: int) -> bool:
+        """Take a token of `member`, if one is there."""
+        return self._take(self._from[member]) == 0
+
+    def hear(self, member: int, meanwhile: Callable[[], bool] | None = None) -> None:
+        """Take a token of `member`, waiting for it. Raises `GroupError` if it, or another member, is gone.
+
+        `meanwhile` is called again and again while there is none; it says whether it found something to do.
+        """
+        address, take, give_way = self._from[member], self._take, os.sched_yield
+        for _ in range(self._shared.spins):
+            if take(address) == 0:
+                return
+            give_way()
+        wait = Wait(self._shared, member)
+        while not sleep_for(address, SLICE if meanwhile is None else _TURN):
+            if meanwhile is not None and meanwhile():
+                continue
+            if wait.lost():
+                if take(address) == 0:
+                    return
+                self._shared.break_up(wait.text, wait.culprit)
+
+    def hear_all(self, members: Sequence[int]) -> None:
+        for member in members:
+            self.hear(member)
+
+
+class Wait:
+    """A wait that has become long: looks whether it still makes sense."""
+
+    def __init__(self, shared: Shared, member: int | None = None) -> None:
+        self._shared = shared
+        self._member = member
+        self._began = self._looked = time.monotonic()
+        self._missed: float | None = None
+        self.text = ""
+        self.culprit: int | None = None
+
+    def lost(self) -> bool:
+        """Whether there is nothing to wait for any longer; `text` says why."""
+        shared, now = self._shared, time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = now
+        gone = shared.gone()
+        if gone:
+            self.culprit = shared.first_gone(gone)
+        if self._member is not None and self._member in gone and self._member == self.culprit:
+            self.text = f"{shared.name(self._member)} has ended or left while {shared.name(shared.rank)} waited for it"
+        elif self.culprit is not None:
+            self._missed = now if self._missed is None else self._missed
+            if self._member in gone or now - self._missed > _GRACE_SECONDS:
+                self.text = f"{shared.name(self.culprit)} has ended or left"
+        elif now - self._began > shared.timeout:
+            awaited = "another host" if self._member is None else f"{shared.name(self._member)}, which is alive"
+            self.text = f"{shared.name(shared.rank)} waited {shared.timeout:.0f} s for {awaited}"
+        return bool(self.text)
+
+
+class Shared:
+    """One member's view of a control segment in which every member holds its lock. One thread."""
+
+    def __init__(self, rank: int, names: Sequence[str], control: Segment, timeout: float) -> None:
+        self.rank = rank
+        self.size = len(names)
+        self.peers = [member for member in range(self.size) if member != rank]
+        self.control = control
+        self.layout = Layout(self.size)
+        self.timeout = timeout
+        self.broken = ""
+        """Why nothing can be done together any longer."""
+        self.on_break: list[Callable[[], None]] = []
+        # With more members than cores, the one that is awaited may be waiting for this core.
+        self.spins = _SPINS if self.size <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
+        self.stage = Area(control, self.size, STAGE, self.layout.stage)
+        self._names = list(names)
+        self._words = control.words
+        self._first_note = self.layout.notes // 8
+        self._blames = self._first_note + self.size * NOTES * _NOTE_WORDS
+
+    def name(self, member: int) -> str:
+        return self._names[member]
+
+    def gone(self) -> list[int]:
+        """The members whose processes have ended, or that have left."""
+        return [peer for peer in self.peers if not self.control.is_held(peer)]
+
+    def note(self, number: int, what: int, where: int) -> None:
+        """Write down what this member does as operation `number`."""
+        at = self._note(self.rank, number)
+        self._words[at] = what
+        self._words[at + 1] = where
+        self._words[at + 2] = number
+
+    def compare(self, number: int, members: Sequence[int]) -> int | None:
+        """A member whose note of operation `number` differs from this one's; None if all agree."""
+        at = self._note(self.rank, number)
+        mine = self._words[at : at + _NOTE_WORDS]
+        for member in members:
+            theirs = self._note(member, number)
+            if self._words[theirs : theirs + _NOTE_WORDS] != mine:
+                return member
+        return None
+
+    def noted(self, number: int, member: int) -> int:
+        return self._words[self._note(member, number)]
+
+    def _note(self, member: int, number: int) -> int:
+        return self._first_note + (member * NOTES + number % NOTES) * _NOTE_WORDS
+
+    def refuse_broken(self) -> None:
+        if self.broken:
+            raise GroupError(self.broken)
+
+    def break_up(self, why: str, culprit: int | None = None) -> NoReturn:
+        """Nothing more can be done together, because `culprit` is gone. The others notice, as they would a death."""
+        self.give_up(why, culprit)
+        raise GroupError(self.broken)
+
+    def give_up(self, why: str, culprit: int | None = None) -> None:
+        if not self.broken:
+            self.broken = f"the group broke: {why}"
+            self._words[self._blames + self.rank] = 0 if culprit is None else culprit + 1
+            self.control.let_go(self.rank)
+            for do in self.on_break:
+                do()
+
+    def first_gone(self, gone: Sequence[int]) -> int:
+        """Of those that are gone, one that did not leave because of another."""
+        return next((member for member in gone if not self._words[self._blames + member]), gone[0])
+
+    def close(self) -> None:
+        self.broken = self.broken or "the group is closed"
+        self.control.close()
+
+
+def whole(area: Area, offset: int, count: int, dtype: torch.dtype) -> list[Tensor]:
+    """For each member `count` numbers at `offset` of its row."""
+    size = count * dtype.itemsize
+    return [row[offset : offset + size].view(dtype) for row in area.rows]

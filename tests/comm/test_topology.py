@@ -1,0 +1,56 @@
+"""Which workers share a host, and hosts that cannot reach each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.comm.topology import Place, _knock, host_identity, own_address
+from shoal.core.errors import GroupError
+from shoal.testing.lab import Lab, why_no_lab
+from shoal.testing.ranks import RanksFailed, run_ranks
+
+needs_lab = pytest.mark.skipif(why_no_lab() is not None, reason=f"no lab: {why_no_lab()}")
+
+
+def test_processes_of_one_host_have_one_identity() -> None:
+    told = run_ranks(3, lambda group: [host_identity(), list(group.hosts)])
+    assert {identity for identity, _ in told} == {host_identity()}
+    assert all(hosts == [0, 0, 0] for _, hosts in told)
+
+
+def test_a_name_without_an_address() -> None:
+    with pytest.raises(GroupError, match=r"'no\.such\.host\.invalid', has no address"):
+        own_address("no.such.host.invalid")
+
+
+def test_what_is_said_of_a_host_that_does_not_answer() -> None:
+    here = Place(0, "a", "127.0.0.1")
+    said = _knock(here, [(Place(1, "b", "127.0.0.1"), 1)])
+    assert said.startswith("127.0.0.1 (host b) cannot be reached from 127.0.0.1 (host a): ")
+    assert "firewalls" in said
+    assert _knock(here, []) == ""
+
+
+@needs_lab
+def test_hosts_of_a_lab_are_told_apart_by_what_they_share_not_by_name() -> None:
+    with Lab(hosts=2) as lab:
+        told = run_ranks(4, lambda group: [group.collective, list(group.hosts)], lab=lab)
+    assert told == [["hierarchical", [0, 0, 1, 1]]] * 4
+
+
+@needs_lab
+@pytest.mark.parametrize("collective", ["gloo", "hierarchical"])
+def test_a_host_that_cannot_be_reached_is_named_with_its_address(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.comm.topology._REACH_SECONDS", 1.0)
+    with Lab(hosts=2) as lab:
+        lab.cut(lab.hosts[1])
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(4, lambda group: None, lab=lab, collective=collective)
+        first, second = lab.hosts
+    for rank in range(4):
+        assert f"rank {rank}: " in str(caught.value)
+    there, here = f"{second.address} (host {second.name})", f"{first.address} (host {first.name})"
+    assert f"{there} cannot be reached from {here}" in str(caught.value)
+    assert str(caught.value).count("GroupError: ") == 4
