@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
+from shoal.comm.plan import Settled
 from shoal.core.atoms import Node, share, tree_nodes, tree_sum
+from shoal.core.traffic import GRADIENT
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
@@ -49,6 +51,9 @@ class Exchange(Protocol):
 
     def digest(self) -> bytes:
         """Equal on all workers whose exchanges fit each other."""
+
+    def settled(self) -> Settled | None:
+        """How gradients are summed, once it has been measured and agreed; None before, and where there is no choice."""
 
     def close(self) -> None: ...
 
@@ -90,6 +95,9 @@ class AloneExchange:
     def digest(self) -> bytes:
         return b""
 
+    def settled(self) -> Settled | None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -122,6 +130,9 @@ class BucketExchange:
 
     def digest(self) -> bytes:
         return self._buckets.digest
+
+    def settled(self) -> Settled | None:
+        return self._buckets.settled
 
     def close(self) -> None:
         self._buckets.close()
@@ -205,7 +216,7 @@ class TreeExchange:
         mine += [blank] * (rows - len(mine))
         pieces = []
         for start in range(0, max(1, blank.numel()), _CHUNK):
-            gathered = self._group.gather(torch.stack([value[start : start + _CHUNK] for value in mine]))
+            gathered = self._group.gather(torch.stack([value[start : start + _CHUNK] for value in mine]), GRADIENT)
             values = {
                 node: gathered[member, row] for member, nodes in enumerate(owned) for row, node in enumerate(nodes)
             }
@@ -219,6 +230,9 @@ class TreeExchange:
                 for name, param in zip(self._names, self._params, strict=True)
             ]
         ).encode()
+
+    def settled(self) -> Settled | None:
+        return None
 
     def close(self) -> None:
         return None
