@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs lint test bench clean
+.PHONY: help install demo docs lint test chaos bench clean
 
 help:
 	@echo "make demo     train a small model on two workers and see what happens"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint     ruff and mypy --strict"
 	@echo "make docs     build the pages; fails on broken links and on snippets that do not run"
 	@echo "make bench    speed against a hand-written loop and other libraries"
+	@echo "make chaos    kill members of groups 100 times, and check the order of shared memory under load"
 	@echo "make install  only make .venv and install into it"
 	@echo "make clean    remove .venv and everything built"
 	@echo "make PYTHON=python3.12 ... chooses the interpreter that .venv is made from"
@@ -65,8 +66,11 @@ lint: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest -q --durations=10
 
-# In an environment of its own: the libraries we compare with stay out of .venv. About a quarter of an hour, on an idle
-# machine.
+chaos: $(INSTALLED)
+	$(BIN)/python benchmarks/kill.py --rounds 100 --ordering 60
+
+# In an environment of its own: the libraries we compare with stay out of .venv. About half an hour, on an idle machine;
+# what needs a lab needs root.
 bench:
 	PYTHON=$(PYTHON) benchmarks/setup.sh
 	.venv-bench/bin/python benchmarks/run.py speed
@@ -77,6 +81,10 @@ bench:
 	.venv-bench/bin/python benchmarks/store.py fill --folder build/store
 	.venv-bench/bin/python benchmarks/store.py read --folder build/store
 	.venv-bench/bin/python benchmarks/store.py cost
+	.venv-bench/bin/python benchmarks/sums.py host
+	.venv-bench/bin/python benchmarks/sums.py lab
+	.venv-bench/bin/python benchmarks/exchange.py
+	.venv-bench/bin/python benchmarks/account.py
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,9 +22,13 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.comm.group import Group, make_group
+from shoal.comm.choose import make_group
+from shoal.comm.group import Group
+from shoal.comm.shm.segment import sweep
 from shoal.data.parcel import seal, unseal
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
+from shoal.engines.places import enter, spread
+from shoal.testing.lab import Lab
 from shoal.wire.link import Link, LinkClosed
 
 _SHOW_STACKS = signal.SIGUSR1
@@ -42,9 +46,18 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 def run_ranks(
-    ranks: int, fn: Callable[[Group], Any], deadline: float = 30.0, *, mortal: Container[int] = ()
+    ranks: int,
+    fn: Callable[[Group], Any],
+    deadline: float = 30.0,
+    *,
+    mortal: Container[int] = (),
+    lab: Lab | None = None,
+    collective: str = "auto",
 ) -> list[Any]:
     """`fn(group)` on every rank; what each returned, in order of rank.
+
+    With `lab` the ranks run in its hosts, in blocks: the first ones in the first host. `collective` says how they sum,
+    as for the Trainer.
 
     Values are made of tensors, arrays, numbers, strings, lists and dicts. Ranks in `mortal` may die: their value is
     None then. Raises `RanksFailed` if another rank raises or dies, or if one is not done after `deadline` seconds; all
@@ -52,26 +65,41 @@ def run_ranks(
     """
     distributed: Any = import_module("torch.distributed")  # once here, not in every rank
 
+    places = [None] * ranks if lab is None else spread(lab.hosts, ranks)
+
+    def meet(store: Any, rank: int) -> Group:
+        place = places[rank]
+        if place is None:
+            return _meet(store, rank, ranks, deadline, None, collective)
+        enter(place)
+        return _meet(store, rank, ranks, deadline, place.address, collective)
+
     def body(rank: int, link: Link, scratch: Path) -> None:
         torch.set_num_threads(1)
         with open(_stacks(scratch, rank), "w") as stacks:
             # by a signal: the watchdog thread of faulthandler, if the parent has one, does not survive a fork
             faulthandler.register(_SHOW_STACKS, file=stacks)
             store = distributed.FileStore(str(scratch / "store"), ranks)
-            _answer(link, fn, lambda: _group(store, rank, ranks, deadline))
+            _answer(link, fn, lambda: meet(store, rank))
             # a rank that left now could break the last operation of its peers
             with suppress(LinkClosed):
                 link.recv()
 
-    with LocalEngine().start(ranks, body) as crew:
-        return _Watch(crew, mortal).values(time.monotonic() + deadline, deadline)
+    try:
+        with LocalEngine().start(ranks, body) as crew:
+            return _Watch(crew, mortal).values(time.monotonic() + deadline, deadline)
+    except RanksFailed:
+        # All were ended at once, perhaps while they made a segment. Where some survive, they leave nothing themselves.
+        sweep()
+        raise
 
 
-def _group(store: Any, rank: int, ranks: int, deadline: float) -> Group:
+def _meet(store: Any, rank: int, ranks: int, deadline: float, host: str | None, collective: str) -> Group:
     """The group, once every rank has it: one that dies at once must not break the meeting of the others."""
-    group = make_group(store, rank, ranks, torch.device("cpu"), timeout=timedelta(seconds=2 * deadline))
+    timeout = timedelta(seconds=2 * deadline)
+    group = make_group(store, rank, ranks, torch.device("cpu"), timeout=timeout, host=host, collective=collective)
     store.set(f"met/{rank}", b"")
-    store.wait([f"met/{other}" for other in range(ranks)], timedelta(seconds=2 * deadline))
+    store.wait([f"met/{other}" for other in range(ranks)], timeout)
     return group
 
 

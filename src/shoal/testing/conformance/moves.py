@@ -1,0 +1,85 @@
+"""Cases: operations that are complete when they return."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from shoal.comm.group import Group
+from shoal.testing.conformance.values import MOVED, all_drawn, assert_sum, digest, drawn, in_buffer
+
+
+def scatter_sum(group: Group) -> None:
+    shapes: list[tuple[int, ...]] = [(1,), (), (7, 3), (0,), (4099,), (60_001,)]
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+        for seed, shape in enumerate(shapes):
+            parts = all_drawn(group, (group.size, *shape), dtype, seed)
+            own = parts[group.rank].clone()
+            found = group.scatter_sum(own)
+            assert_sum(found, [part[group.rank] for part in parts], (dtype, shape))
+            assert torch.equal(own, parts[group.rank]), "scatter_sum leaves what it was given as it is"
+
+
+def gather(group: Group) -> str:
+    stacks = []
+    shapes: list[tuple[int, ...]] = [(2, 3), (), (0, 4), (1,), (70_001,)]
+    for dtype in MOVED:
+        for shape in shapes:
+            parts = all_drawn(group, shape, dtype)
+            stacks.append(group.gather(parts[group.rank]))
+            assert torch.equal(stacks[-1], torch.stack(parts)), (dtype, shape)
+    return digest(stacks)
+
+
+def gather_bytes(group: Group) -> None:
+    ranks = range(group.size)
+    lopsided = [5_000_001 if rank == group.size - 1 else rank % 2 for rank in ranks]
+    for lengths in ([3 * rank for rank in ranks], [0 for _ in ranks], lopsided, [4096 + rank for rank in ranks]):
+        expected = [(bytes([rank, 0, 255]) * length)[:length] for rank, length in enumerate(lengths)]
+        found = group.gather_bytes(expected[group.rank])
+        assert found == expected, f"lengths {[len(data) for data in found]}, not {lengths}"
+
+
+def broadcast(group: Group) -> str:
+    found = []
+    shapes: list[tuple[int, ...]] = [(3,), (2, 2), (), (0,), (70_001,)]
+    for dtype in MOVED:
+        for shape in shapes:
+            buffer = drawn(group.rank, shape, dtype)
+            group.broadcast(buffer)
+            assert torch.equal(buffer, drawn(0, shape, dtype)), (dtype, shape)
+            found.append(buffer)
+    inside = in_buffer(group, drawn(group.rank, 5000, torch.float32))
+    group.broadcast(inside[13:4013])
+    assert torch.equal(inside[13:4013], drawn(0, 5000, torch.float32)[13:4013])
+    assert torch.equal(inside[:13], drawn(group.rank, 5000, torch.float32)[:13])
+    return digest(found)
+
+
+def results_belong_to_the_caller(group: Group) -> None:
+    """Neither what was given in nor what is done later changes them."""
+    own = torch.full((group.size, 900), float(group.rank))
+    row, stacked, told = group.scatter_sum(own), group.gather(own), group.gather_bytes(b"own")
+    own.fill_(-1.0)
+    for _ in range(20):
+        group.gather(own)
+        group.scatter_sum(own)
+        group.gather_bytes(b"other")
+        group.sum(torch.ones(900)).wait()
+    assert (row == sum(range(group.size))).all() and told == [b"own"] * group.size
+    assert all((stacked[rank] == rank).all() for rank in range(group.size))
+    row.zero_()
+    stacked.zero_()  # what others hold stays: they look after this
+    group.barrier()
+
+
+def barrier_waits_for_the_last(group: Group) -> None:
+    for late in range(min(group.size, 3)):
+        if group.rank == late:
+            time.sleep(0.05)
+        arrived = time.monotonic()
+        group.barrier()
+        left = time.monotonic()
+        last = float(group.gather(torch.tensor([arrived], dtype=torch.float64)).max())
+        assert left >= last, f"left a barrier {last - left:.4f} s before the last member came"
