@@ -45,6 +45,7 @@ def _fill_run(store: object, number: int, steps: int) -> None:
     """As a recorder writes it, but for the steps, which go to the driver without being events first."""
     from shoal.core.events import CheckpointSaved, EvalDone, RunStarted, WorkerSeen
     from shoal.core.settings import Setting
+    from shoal.core.traffic import Flow, Traffic
     from shoal.store.environment import environment
     from shoal.store.values import NewRun, RunEnd
     from shoal.store.writing import RunWriter
@@ -72,12 +73,14 @@ def _fill_run(store: object, number: int, steps: int) -> None:
         events.append(CheckpointSaved(step=at, path=f"runs/{number}/checkpoints/{at}", best=epoch == 9))
     for worker in range(4):
         seconds = {"compute": 80.0, "exchange": 10.0, "data": 5.0}
-        events.append(WorkerSeen(step=steps, worker=worker, samples=steps * 8, seconds=seconds, bytes_sent=10**9))
+        account = Traffic([Flow("gradient", "none", "memory", 10**9, steps * 24)], steps * 13, 12.0, 10.0)
+        events.append(WorkerSeen(step=steps, worker=worker, samples=steps * 8, seconds=seconds, traffic=account))
     writer.write(events, RunEnd(status="complete", step=steps, loss=0.1, metrics={"accuracy": 0.9}))
-    marks = "INSERT INTO shoal_steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    marks = f"INSERT INTO shoal_steps VALUES ({', '.join('?' * 14)})"
     key = writer.key
+    sent = (10**5, 24, 13, 0.0012, 0.0010)
     rows = [
-        (key, step, now + step * 0.01, step * 10 // steps, math.exp(-step / steps) + 0.1, 32, 0.1, 1.0, None)
+        (key, step, now + step * 0.01, step * 10 // steps, math.exp(-step / steps) + 0.1, 32, 0.1, 1.0, None, *sent)
         for step in range(1, steps + 1)
     ]
     with store.writing() as connection:  # type: ignore[attr-defined]

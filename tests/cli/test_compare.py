@@ -18,8 +18,9 @@ from shoal.cli import compare
 from shoal.cli.plot import curve_of
 from shoal.cli.text import ago
 from shoal.core.errors import ConfigError, RunNotFound
-from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
+from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone, WorkerSeen
 from shoal.core.settings import Setting
+from shoal.core.traffic import Flow, Traffic
 from shoal.store.recorder import Recorder
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
@@ -74,6 +75,24 @@ def test_only_what_differs_is_shown_with_its_origin() -> None:
     assert rows["loss"] == ["1", "0.25", "(-0.75)"]
     assert rows["accuracy"] == ["0.5", "0.75", "(+0.25)"]
     assert rows["steps"] == ["2", "2"]
+
+
+def test_what_exchange_took_is_compared() -> None:
+    stored("a", [2.0, 1.0])
+    stored("b", [2.0, 1.0])
+    assert "exposed" not in shoal("a", "b").stdout, "of runs that sent nothing, nothing is said"
+    for run_id, exposed in (("c", 2.0), ("d", 0.5)):
+        sent = Traffic([Flow("gradient", "none", "memory", 1 << 20, 4)], 3, 2 * exposed, exposed)
+        with Store.open() as store:
+            writer = RunWriter(store, NewRun(id=run_id, name=run_id, created=1000.0, workers=2))
+            writer.begin()
+            writer.write([WorkerSeen(step=1, worker=0, samples=8, seconds={}, traffic=sent)])
+    lines = shoal("c", "d", "a").stdout.splitlines()
+    rows = {line.split("seconds")[0].strip(): line.split()[2:] for line in lines if " seconds " in line}
+    assert rows["exposed"] == ["2.0", "s", "0.50", "s", "(-75.0%)", "–"]
+    assert rows["exchange"] == ["4.0", "s", "1.0", "s", "(-75.0%)", "–"]
+    figures = json.loads(shoal("c", "a", "--json").stdout)["figures"]
+    assert figures["exposed seconds"] == [2.0, None] and figures["bytes sent"] == [1 << 20, 0]
 
 
 def made(run_id: str, rate: float = 0.1, optimizer: str = "AdamW", torch: str = "2.13.0", **changes: Any) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from shoal.cli import export, output
 from shoal.core.errors import ConfigError, RunNotFound
 from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.traffic import Flow, Traffic
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
 from shoal.store.writing import RunWriter
@@ -71,7 +72,9 @@ def test_csv_has_a_column_for_every_figure() -> None:
     assert told.exit_code == 0, told.output
     rows = list(csv.DictReader(io.StringIO(told.stdout)))
     names = ["step", "time", "epoch", "loss", "samples", "rate", "norm"]
-    assert list(rows[0]) == [*names, "aux", "log.loss", "zeta"]
+    traffic = ["bytes_sent", "messages", "operations", "exchange", "exposed"]
+    assert list(rows[0]) == [*names, *traffic, "aux", "log.loss", "zeta"]
+    assert {row[name] for row in rows for name in traffic} == {""}
     assert [row["loss"] for row in rows] == ["2.5", "nan", "inf"]
     assert [row["log.loss"] for row in rows] == ["7.0", "", ""]
     assert (rows[1]["rate"], rows[1]["norm"], rows[2]["zeta"]) == ("", "", "3.0")
@@ -79,7 +82,7 @@ def test_csv_has_a_column_for_every_figure() -> None:
 
 def test_json_has_everything_and_null_for_what_is_not_a_number() -> None:
     told = json.loads(shoal("last", "--format", "json").stdout, parse_constant=pytest.fail)
-    assert set(told) == {"run", "steps", "events", "checkpoints", "workers"}
+    assert set(told) == {"run", "steps", "flows", "events", "checkpoints", "workers"}
     assert told["run"]["id"] == "a"
     assert [step["loss"] for step in told["steps"]] == [2.5, None, None]
     assert told["events"][-1]["data"]["metrics"] == {"accuracy": None}
@@ -97,6 +100,29 @@ def test_parquet_can_be_read_back(home: Path) -> None:
     losses = table["loss"].to_pylist()
     assert losses[0] == 2.5 and math.isnan(losses[1]) and math.isinf(losses[2])
     assert table["rate"].to_pylist() == [0.1, None, 0.1]
+
+
+def test_what_was_sent_is_exported(home: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    flow = Flow("gradient", "none", "memory", 100, 4)
+    with Store.open() as store:
+        writer = RunWriter(store, NewRun(id="b", name="b", created=2000.0, workers=2))
+        writer.begin()
+        done = StepDone(step=1, epoch=0, loss=1.0, samples=8, rates=[0.1], traffic=Traffic([flow], 3, 0.5, 0.25))
+        alone = StepDone(step=2, epoch=0, loss=1.0, samples=8, rates=[0.1], logs={"exposed": 7.0})
+        sent = WorkerSeen(step=1, worker=0, samples=8, seconds={}, traffic=Traffic([flow], 3, 0.5, 0.25))
+        writer.write([done, alone, sent], RunEnd(status="complete", step=2))
+    first, second = csv.DictReader(io.StringIO(shoal("b").stdout))
+    names = ("bytes_sent", "messages", "operations", "exchange", "exposed")
+    assert [first[name] for name in names] == ["100", "4", "3", "0.5", "0.25"]
+    assert [second[name] for name in names] == [""] * 5 and second["log.exposed"] == "7.0"
+    told = json.loads(shoal("b", "--format", "json").stdout)
+    assert told["flows"] == [{"step": 1, **json.loads(msgspec.json.encode(flow))}]
+    assert told["steps"][0]["exposed"] == 0.25 and told["run"]["traffic"] == told["workers"][0]["traffic"]
+    shoal("b", "-o", str(home / "b.parquet"))
+    table = parquet.read_table(home / "b.parquet")
+    assert table["bytes_sent"].to_pylist() == [100, None] and str(table["messages"].type) == "int64"
+    assert table["exposed"].to_pylist() == [0.25, None]
 
 
 def test_parquet_goes_into_a_pipe_but_not_onto_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,10 @@ from shoal.cli.circumstances import Trained
 from shoal.cli.references import complete_run
 from shoal.cli.text import Screen
 from shoal.core.errors import ConfigError, RunDirError, RunNotFound
-from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, ExchangeSettled, RunStarted, StepDone, WorkerSeen
 from shoal.core.settings import Setting
+from shoal.core.traffic import Flow, Traffic
+from shoal.monitor.traffic import Account
 from shoal.store.liveness import this_process
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd
@@ -179,7 +181,7 @@ def test_show_tells_everything(home: Path) -> None:
         "✓ complete", "4 of 4", "tags", "best", "train.py --note 'two words'",
         "AdamW", "1,234", "0.1 in the first step",
         "abc123, with changes",        "1 default not shown", "flag    2", "python  3.11.2", "step 4: ", "report.html",
-        "shoal run train.py --resume digits-1",
+        f"shoal run train.py --resume {home / 'digits-1'} -- --note 'two words'",
     ):  # fmt: skip
         assert part in text, part
     assert re.search(r"accuracy +0.875\n", text)
@@ -201,12 +203,95 @@ def test_a_run_cannot_speak_to_a_terminal() -> None:
     stored("a-1", name="n\x1b[2J\x1b]0;title\x07", status="failed", error="bad\x1b[8m\x1b[31m")
     with Store.open() as store:
         run = store.find("last")
-        told = show._run_as_text(run, Trained(), [], [], [], [], Screen(80, color=True), defaults=False)
+        told = show._run_as_text(run, Trained(), [], [], Account(), [], [], Screen(80, color=True), defaults=False)
         told += compare.render([run, run], [{}, {}], Screen(80, color=True))
     sequences = set(re.findall(r"\x1b[^m]*m", told))
     assert sequences <= {"\x1b[31m", "\x1b[0m", "\x1b[1m", "\x1b[2m"}, sequences
     assert re.search(r"error +\x1b\[31mbad\x1b\[0m", told) and re.search(r"name +n *\n", told)
     assert told.count("\x1b[31m") == 4, "one for the error, and three for the status"
+
+
+SETTLED = ExchangeSettled(
+    step=2,
+    collective="shm",
+    reason="all workers are on one host",
+    hosts=[0, 0],
+    latency=11e-6,
+    bandwidth=5.5 * 2**30,
+    buckets=[4 << 20, 1 << 20],
+)
+
+
+def sent_more(run_id: str, settled: ExchangeSettled = SETTLED) -> None:
+    """The run goes on from step 2 for two steps, on two workers that tell what they send."""
+    flows = [Flow("gradient", "none", "memory", 8 << 20, 16), Flow("control", "none", "memory", 400, 8)]
+    sent = Traffic(flows, operations=6, exchange=0.08, exposed=0.02)
+    seconds = {"compute": 0.3, "exchange": 0.02, "data": 0.08, "idle": 7.0}
+    shape = {"total_steps": 4, "steps_per_epoch": 2, "samples_per_epoch": 15, "batch_size": 8}
+    happened: list[AnyEvent] = [RunStarted(step=2, run_id=run_id, run_dir=None, workers=2, **shape), settled]
+    done = StepDone(step=3, epoch=1, loss=0.7, samples=8, rates=[0.1], traffic=Traffic(flows, 3, 0.04, 0.01))
+    happened += [done, msgspec.structs.replace(done, step=4)]
+    happened += [WorkerSeen(step=4, worker=worker, samples=16, seconds=seconds, traffic=sent) for worker in (0, 1)]
+    with Store.open() as store:
+        writer = RunWriter(store, NewRun(id=run_id, name="digits", created=1.0, workers=2))
+        writer.begin()
+        writer.write(happened, RunEnd(status="complete", step=4, loss=0.5))
+
+
+def test_show_has_the_traffic() -> None:
+    stored("digits-1", status="failed")
+    sent_more("digits-1")
+    section = shoal("show", "last").stdout.partition("\nTraffic\n")[2].partition("\nConfiguration")[0]
+    assert [line.split() for line in section.splitlines()[:4]] == [
+        ["kind", "codec", "link", "bytes", "messages", "per", "step"],
+        ["gradient", "none", "memory", "16.0", "MiB", "32", "8.0", "MiB"],
+        ["control", "none", "memory", "800", "bytes", "16", "400", "bytes"],
+        [],
+    ]
+    told = dict(line.strip().split(maxsplit=1) for line in section.splitlines()[4:] if line)
+    assert told == {
+        "operations": "3 per step, 15 per second",
+        "exchange": "40 ms per step, 0.16 s over all workers",
+        "exposed": "10 ms per step (5% of step time), 40 ms over all workers",
+        "bandwidth": "100 MiB/s while a worker exchanged, 5.5 GiB/s summed in the first steps",
+        "latency": "11 µs for the smallest sum",
+        "collective": "shared memory; all workers are on one host",
+        "hosts": "1, with 2 workers",
+        "buckets": "2: 4.0 MiB, 1.0 MiB",
+    }
+    again = shoal("show", "last", "--events").stdout
+    assert "ExchangeSettled  collective=shm" in again
+
+
+def test_show_of_an_exchange_that_was_not_measured() -> None:
+    stored("digits-1")
+    sent_more("digits-1", msgspec.structs.replace(SETTLED, latency=0.0, bandwidth=0.0, buckets=[]))
+    text = shoal("show", "last", "--events").stdout
+    section = text.partition("\nTraffic\n")[2].partition("\nConfiguration")[0]
+    assert "latency" not in text and "buckets" not in text and "summed in the first steps" not in text
+    assert "shared memory; all workers are on one host" in section and "1, with 2 workers" in section
+    assert "ExchangeSettled  collective=shm reason=" in text
+    told = json.loads(shoal("show", "last", "--json").stdout)["traffic"]["settled"]
+    assert told["collective"] == "shm" and told["hosts"] == [0, 0]
+    assert told["latency"] is None and told["bandwidth"] is None and told["buckets"] is None
+
+
+def test_show_says_nothing_of_traffic_where_there_is_none() -> None:
+    stored("digits-1")
+    assert "Traffic" not in shoal("show", "last").stdout
+    told = json.loads(shoal("show", "last", "--json").stdout)["traffic"]
+    assert told["flows"] == [] and told["bytes"] == 0 and told["settled"] is None
+
+
+def test_traffic_as_json() -> None:
+    stored("digits-1")
+    sent_more("digits-1")
+    told = json.loads(shoal("show", "last", "--json").stdout)
+    traffic = told["traffic"]
+    assert traffic["flows"][0]["bytes"] == told["run"]["traffic"]["flows"][0]["bytes"] == 16 << 20
+    assert traffic["exposed_share"] == pytest.approx(0.05) and traffic["settled"]["buckets"] == [4 << 20, 1 << 20]
+    assert traffic["exposed"] == pytest.approx(0.04) and traffic["operations_per_second"] == pytest.approx(15)
+    assert told["workers"][1]["traffic"]["operations"] == 6
 
 
 def test_show_as_json() -> None:

@@ -29,6 +29,7 @@ def store(tmp_path: Path) -> Any:
 def add(store: Store, run_id: str, workers: int, seconds: float, **changed: Any) -> RunInfo:
     """A run of 100 steps of 8 samples that took so long."""
     status, batch = changed.pop("status", COMPLETE), changed.pop("batch", 8)
+    parameters = changed.pop("parameters", 1000)
     values: dict[str, Any] = {"id": run_id, "name": "tide", "created": 1000.0, "workers": workers} | changed
     writer = RunWriter(store, NewRun(**values))
     writer.begin()
@@ -41,6 +42,7 @@ def add(store: Store, run_id: str, workers: int, seconds: float, **changed: Any)
         steps_per_epoch=10,
         samples_per_epoch=80,
         batch_size=batch,
+        parameters=parameters,
     )
     last = StepDone(step=100, epoch=9, loss=0.5, samples=batch, rates=[0.1])
     happened = [at(1000.0, started), at(1000.0 + seconds, last)]
@@ -65,7 +67,7 @@ def test_the_newest_of_several_counts(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"name": "ebb"}, {"batch": 16}, {"host": "elsewhere"}, {"status": FAILED}],
+    [{"name": "ebb"}, {"batch": 16}, {"host": "elsewhere"}, {"status": FAILED}, {"parameters": 1001}],
     ids=lambda change: next(iter(change)),
 )
 def test_what_cannot_be_compared_is_not(store: Store, changed: dict[str, Any]) -> None:

@@ -8,14 +8,27 @@ import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.core.events import EvalDone, Notice, Preparing, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import (
+    EvalDone,
+    Event,
+    ExchangeSettled,
+    Notice,
+    Preparing,
+    RunEnded,
+    RunFailed,
+    RunStarted,
+    StepDone,
+    WorkerSeen,
+)
 from shoal.monitor.display.display import Display
-from shoal.monitor.display.live import LiveView
-from shoal.monitor.display.notebook import NotebookView
+from shoal.monitor.display.live import LiveView, run_lines
+from shoal.monitor.display.notebook import NotebookView, page
 from shoal.monitor.display.plain import PlainView
+from shoal.monitor.display.tally import Tally
 
 
 class Clock:
@@ -77,6 +90,66 @@ def test_plain_lines() -> None:
         "shoal: step 5/10  epoch 1  evaluation: loss 0.1235  accuracy 0.5",
         "shoal: complete at step 10/10  loss 0.25",
     ]
+
+
+SETTLED = ExchangeSettled(
+    step=3,
+    collective="shm",
+    reason="all workers are on\none host\x1b[2J",
+    hosts=[0, 0],
+    latency=11e-6,
+    bandwidth=5.5 * 2**30,
+    buckets=[4 << 20, 1 << 20],
+)
+SETTLED_WORDS = (
+    "exchange: shared memory, 2 buckets of up to 4.0 MiB, latency 11 µs, 5.5 GiB/s; all workers are on one host"
+)
+
+
+def test_plain_says_how_workers_exchange() -> None:
+    stream = io.StringIO()
+    display = Display("plain", stream=stream, clock=Clock())
+    display(start())
+    display(SETTLED)
+    assert stream.getvalue().splitlines()[1:] == [f"shoal: {SETTLED_WORDS}"]
+
+
+def test_plain_says_no_more_than_was_measured() -> None:
+    stream = io.StringIO()
+    display = Display("plain", stream=stream, clock=Clock())
+    display(start())
+    display(msgspec.structs.replace(SETTLED, latency=0.0, bandwidth=0.0, buckets=[]))
+    assert stream.getvalue().splitlines()[1:] == ["shoal: exchange: shared memory; all workers are on one host"]
+
+
+class FromTheFuture(Event, frozen=True, tag=True, kw_only=True):
+    """An event of which no display knows."""
+
+    words: str
+
+
+@pytest.mark.parametrize("mode", ["plain", "rich", "quiet", "json"])
+def test_an_event_that_is_not_known_is_no_trouble(mode: str, terminal_type: None) -> None:
+    stream = Terminal() if mode == "rich" else io.StringIO()
+    display = Display(mode, stream=stream, clock=Clock())
+    display(start())
+    display(FromTheFuture(step=1, words="what?"))  # type: ignore[arg-type]
+    display(SETTLED)
+    display(end())
+    display.close()
+    assert ("what?" in stream.getvalue()) == (mode == "json")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_terminal_says_how_workers_exchange_when_asked_for_more(verbose: bool) -> None:
+    tally = Tally(Clock())
+    for event in (start(), SETTLED):
+        tally.see(event)
+    lines = [line.plain for line in run_lines(tally, 120, verbose=verbose, ascii_only=False)]
+    assert (SETTLED_WORDS in lines) == verbose
+    assert (SETTLED_WORDS in page(tally, [], verbose=verbose)) == verbose
+    tally.see(start())
+    assert tally.settled is None
 
 
 def test_plain_verbose_adds_a_line_per_worker() -> None:

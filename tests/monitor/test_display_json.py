@@ -9,9 +9,11 @@ import time
 from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
 import pytest
 
-from shoal.core.events import EvalDone, Notice, RunEnded, RunStarted, StepDone
+from shoal.core.events import EvalDone, ExchangeSettled, Notice, RunEnded, RunStarted, StepDone
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.display.display import Display
 
 
@@ -72,7 +74,25 @@ def test_every_event_with_all_its_fields(capsys: pytest.CaptureFixture[str]) -> 
         "rates": [0.1],
         "norm": None,
         "logs": {},
+        "traffic": None,
     }
+
+
+def test_traffic_and_how_it_is_exchanged() -> None:
+    stream = io.StringIO()
+    display = Display("json", stream=stream)
+    sent = Traffic([Flow("gradient", "none", "memory", 10, 2)], operations=1, exchange=0.5, exposed=0.25)
+    display(msgspec.structs.replace(step_done(1), traffic=sent))
+    shape = {"hosts": [0, 0], "latency": math.inf, "bandwidth": 5e9, "buckets": [10, 4]}
+    display(ExchangeSettled(step=1, time=3.0, collective="shm", reason="one host\udc80", **shape))
+    display.close()
+    step, settled = parsed(stream.getvalue())
+    flow = {"kind": "gradient", "codec": "none", "link": "memory", "bytes": 10, "messages": 2}
+    assert step["traffic"] == {"flows": [flow], "operations": 1, "exchange": 0.5, "exposed": 0.25}
+    assert settled == {
+        "event": "exchange_settled", "time": 3.0, "step": 1, "collective": "shm", "reason": "one host?",
+        **shape, "latency": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 from shoal import Result, Trainer
 from shoal.core.errors import ConfigError
 from shoal.core.events import EvalDone, Notice, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor import figures, mlflow, tracking
 from shoal.monitor.figures import Figures, Point, facts
 from shoal.monitor.mlflow import MLflow
@@ -76,7 +78,8 @@ def done(step: int, when: float = 0.0, loss: float = 0.5, **logs: float) -> Step
 
 def seen(worker: int, step: int = 1, compute: float = 3.0) -> WorkerSeen:
     seconds = {"compute": compute, "idle": 1.0}
-    return WorkerSeen(step=step, worker=worker, samples=32, seconds=seconds, bytes_sent=9, memory=77)
+    sent = Traffic([Flow("gradient", "none", "memory", 9, 1)])
+    return WorkerSeen(step=step, worker=worker, samples=32, seconds=seconds, traffic=sent, memory=77)
 
 
 def a_short_run(listener: Callable[[Any], None], ending: Any = None, run: str = "digits-1", step: int = 0) -> None:
@@ -141,6 +144,20 @@ def test_points_have_the_time_at_which_their_event_happened() -> None:
     assert point.time == 43.0
     (point,) = taken.take(WorkerSeen(step=1, time=44.0, worker=0, samples=1, seconds={"compute": 1.0}))
     assert point.time == 44.0
+
+
+def test_what_exchange_took_is_averaged_as_the_loss_is() -> None:
+    taken = Figures()
+    for step in range(1, 101):
+        taken.take(done(step, when=50.0))
+    for step, exposed in ((101, 0.1), (102, 0.3)):
+        sent = Traffic(operations=1, exchange=2 * exposed, exposed=exposed)
+        taken.take(msgspec.structs.replace(done(step, when=50.0), traffic=sent))
+    (point,) = [point for point in taken.rest() if "train/loss" in point.values]
+    assert point.values["train/exposed_seconds"] == pytest.approx(0.2)
+    assert point.values["train/exchange_seconds"] == pytest.approx(0.4)
+    (alone,) = Figures().take(done(1))
+    assert "train/exposed_seconds" not in alone.values
 
 
 def test_a_step_costs_microseconds() -> None:

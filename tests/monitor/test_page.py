@@ -19,6 +19,7 @@ from shoal.core.events import (
     AnyEvent,
     CheckpointSaved,
     EvalDone,
+    ExchangeSettled,
     Notice,
     RunEnded,
     RunFailed,
@@ -26,6 +27,7 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.report.page import render_html
 from shoal.monitor.report.summary import Baseline, Summary
 
@@ -43,6 +45,16 @@ CONFIG = {
     "deterministic": {"value": False, "origin": "default"},
     "run_dir": {"value": LONG_PATH, "origin": "script"},
 }
+FLOWS = [Flow("gradient", "none", "memory", 70_778_880, 24), Flow("control", "none", "memory", 10_000, 2)]
+SETTLED = ExchangeSettled(
+    step=20,
+    collective="shm",
+    reason="all workers are on one host",
+    hosts=[0, 0, 0, 0],
+    latency=11e-6,
+    bandwidth=5.8e9,
+    buckets=[4 << 20] * 11 + [1 << 20],
+)
 
 
 class TimedSummary(Summary):
@@ -82,6 +94,7 @@ def stepped(step: int, loss: float) -> StepDone:
         rates=[rate],
         norm=1.5 + math.sin(step / 7) / 2,
         logs={"accuracy": 1 - loss / 3},
+        traffic=Traffic(FLOWS, 13, 0.011 + 0.002 * math.sin(step / 9), 0.004 + 0.001 * math.sin(step / 9)),
         time=BEGIN + 0.5 + step * 0.05 + 0.005 * math.sin(step),
     )
 
@@ -92,13 +105,18 @@ def curve(step: int) -> float:
 
 def seen(worker: int, step: int, *, slow: float = 1.0) -> WorkerSeen:
     total = step * 0.05
-    seconds = {"compute": 0.66 * total * slow, "exchange": total * (0.88 - 0.66 * slow), "data": 0.05 * total}
+    seconds = {"compute": 0.784 * total * slow, "exchange": total * (0.88 - 0.784 * slow), "data": 0.05 * total}
     return WorkerSeen(
         step=step,
         worker=worker,
         samples=step * 64,
         seconds=seconds | {"eval": 0.05 * total, "checkpoint": 0.01 * total, "idle": 0.01 * total},
-        bytes_sent=step * 1_700_000,
+        traffic=Traffic(
+            [Flow(flow.kind, flow.codec, flow.link, step * flow.bytes, step * flow.messages) for flow in FLOWS],
+            13 * step,
+            0.22 * total,
+            0.08 * total,
+        ),
         memory=(410 + 9 * worker) << 20,
         host="node-1",
     )
@@ -118,6 +136,7 @@ def good_run(steps: int = 2000) -> Summary:
                     step=step, path=f"{LONG_PATH}/digits-7f3a/checkpoints/step-{step:09d}", best=step == 1800
                 )
             )
+    summary(SETTLED)
     for worker in range(4):
         summary(seen(worker, steps, slow=1.08 if worker == 2 else 1.0))
     summary(Notice(step=steps, text="the schedule has ended"))
@@ -208,6 +227,9 @@ def evil_run() -> Summary:
     summary(EvalDone(step=1, epoch=0, metrics={EVIL + "2": 1.0}))
     summary(CheckpointSaved(step=1, path=EVIL, best=True))
     summary(Notice(step=1, text=EVIL))
+    sent = Traffic([Flow(EVIL, EVIL, EVIL, 10, 1)], 1, 1.0, 1.0)
+    summary(WorkerSeen(step=1, worker=0, samples=1, seconds={"compute": 1.0}, traffic=sent))
+    summary(msgspec.structs.replace(SETTLED, collective=EVIL, reason=EVIL))
     summary(RunFailed(step=1, error=EVIL, traceback=EVIL))
     summary.environment, summary.git_commit, summary.version = {EVIL: EVIL}, EVIL, EVIL
     summary.baseline, summary.resume_command = Baseline(EVIL, 1, 1.0), EVIL
@@ -221,6 +243,7 @@ def largest_page() -> str:
     summary = TimedSummary(lambda: clock[0])
     quotes = '"' * 5000
     config = {f"{quotes}{n}": {"value": [quotes], "origin": quotes} for n in range(300)}
+    odd = [Flow(quotes, f"{quotes}{n}", quotes, 10**15, 10**9) for n in range(200)]
     facts: dict[str, Any] = {"workers": 500, "total_steps": 9999, "steps_per_epoch": 10, "samples_per_epoch": 10}
     summary(RunStarted(step=0, run_id=quotes, name=quotes, run_dir=quotes, config=config, batch_size=1, **facts))
     for step in range(1, 2502):
@@ -235,7 +258,9 @@ def largest_page() -> str:
             summary(Notice(step=step, text=f"{step}{quotes}"))
             summary(EvalDone(step=step, epoch=0, metrics={f"{quotes[:250]}{n}": math.cos(step * n) for n in range(40)}))
     for worker in range(500):
-        summary(seen(worker, 5000))
+        summary(msgspec.structs.replace(seen(worker, 5000), traffic=Traffic(odd, 10**9, 1e4, 1e3)))
+    shape: dict[str, Any] = {"hosts": list(range(500)), "latency": 1e-5, "bandwidth": 1e9, "buckets": [1 << 20] * 5000}
+    summary(ExchangeSettled(step=20, collective=quotes, reason=quotes, **shape))
     summary(RunFailed(step=5000, error=quotes, traceback=quotes * 100))
     summary.environment = {f"{quotes}{n}": quotes for n in range(300)}
     summary.git_commit = summary.version = summary.resume_command = quotes
@@ -303,7 +328,7 @@ def test_what_came_from_the_run_is_text() -> None:
     assert "\x1b" not in page and "\u202e" not in page
     shown = Tags(page).text
     # Title, heading, facts, configuration, environment, error, traceback, events and charts.
-    assert shown.count("<script>alert(1)</script>") >= 15
+    assert shown.count("<script>alert(1)</script>") >= 21
 
 
 def test_drawings_have_no_values_that_are_not_numbers() -> None:
@@ -319,6 +344,41 @@ def test_a_good_run_says_how_it_went() -> None:
     for words in ("Loss", "accuracy", "Learning rate", "Samples per second", "Where time went", "Environment"):
         assert words in text
     assert re.search(r"workers\s*4\s*flag", text) and re.search(r"seed\s*0\s*default", text)
+
+
+def test_the_traffic_of_a_run() -> None:
+    tags = Tags(render_html(good_run()))
+    told = tags.text
+    for words in (
+        "gradientnonememory527 GiB192,000270 MiB",
+        "controlnonememory76.3 MiB16,00039.1 KiB",
+        "operations13 per step",
+        "exchange11 ms per step, 1 min 28 s over all workers",
+        "exposed4.0 ms per step (9% of step time), 32 s over all workers",
+        "latency11 µs for the smallest sum",
+        "collectiveshared memory; all workers are on one host",
+        "hosts1, with 4 workers",
+        "buckets12 of 1.0 MiB to 4.0 MiB",
+        "Exchange in a step, ms",
+    ):
+        assert words in told, f"{words}\n{told[told.index('Traffic') :][:900]}"
+
+
+def test_of_an_exchange_that_was_not_measured_there_are_no_zeros() -> None:
+    summary = good_run()
+    summary(msgspec.structs.replace(SETTLED, latency=0.0, bandwidth=0.0, buckets=[]))
+    told = Tags(render_html(summary)).text.partition("Traffic")[2].partition("Facts")[0]
+    assert "collectiveshared memory; all workers are on one host" in told and "hosts1, with 4 workers" in told
+    assert "buckets" not in told and "latency" not in told and "summed in the first steps" not in told
+
+
+def test_a_run_without_an_account_has_no_such_part() -> None:
+    summary = TimedSummary(lambda: BEGIN)
+    summary(started(workers=1))
+    summary(msgspec.structs.replace(stepped(1, 1.0), traffic=None))
+    summary(WorkerSeen(step=1, worker=0, samples=1, seconds={"compute": 1.0}))
+    told = Tags(render_html(summary)).text
+    assert "Traffic" not in told and "Exchange in a step" not in told
 
 
 def test_a_failure_is_on_top_with_the_way_on() -> None:

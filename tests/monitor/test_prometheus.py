@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 from shoal import Trainer
 from shoal.core.errors import ConfigError
 from shoal.core.events import CheckpointSaved, EvalDone, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor import scrape
 from shoal.monitor.exposition import Family, render
 from shoal.monitor.prometheus import Prometheus
@@ -78,7 +79,10 @@ def test_the_figures_of_a_run(listener: Prometheus) -> None:
     listener(EvalDone(step=4, epoch=0, metrics={"accuracy": 0.75}))
     listener(CheckpointSaved(step=3, path="/somewhere", best=False))
     seconds = {"compute": 1.5, "idle": 0.25}
-    listener(WorkerSeen(step=4, worker=1, samples=64, seconds=seconds, bytes_sent=1000, memory=1 << 40))
+    for worker in (0, 1):
+        flows = [Flow("gradient", "none", "memory", 990, 8), Flow("control", "none", "loopback", 10, 2)]
+        sent = Traffic(flows, operations=5, exchange=0.5, exposed=0.25)
+        listener(WorkerSeen(step=4, worker=worker, samples=64, seconds=seconds, traffic=sent, memory=1 << 40))
     status, page, headers = ask(listener.port)
     assert status == 200
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -96,11 +100,30 @@ def test_the_figures_of_a_run(listener: Prometheus) -> None:
         "shoal_samples_per_second": "32.0",
         'shoal_eval{metric="accuracy"}': "0.75",
         "shoal_checkpoint_step": "3",
-        'shoal_worker_seconds_total{worker="1",part="compute"}': "1.5",
-        'shoal_worker_seconds_total{worker="1",part="idle"}': "0.25",
-        'shoal_worker_memory_bytes{worker="1"}': str(1 << 40),
-        'shoal_worker_bytes_sent_total{worker="1"}': "1000",
+        'shoal_sent_bytes_total{kind="gradient",codec="none",link="memory"}': "1980",
+        'shoal_sent_bytes_total{kind="control",codec="none",link="loopback"}': "20",
+        'shoal_sent_messages_total{kind="gradient",codec="none",link="memory"}': "16",
+        'shoal_sent_messages_total{kind="control",codec="none",link="loopback"}': "4",
+        **{
+            f'shoal_worker_{name}{{worker="{worker}"{part}}}': value
+            for worker in (0, 1)
+            for name, part, value in (
+                ("seconds_total", ',part="compute"', "1.5"),
+                ("seconds_total", ',part="idle"', "0.25"),
+                ("memory_bytes", "", str(1 << 40)),
+                ("bytes_sent_total", "", "1000"),
+                ("operations_total", "", "5"),
+                ("exchange_seconds_total", "", "0.5"),
+                ("exposed_seconds_total", "", "0.25"),
+            )
+        },
     }
+
+
+def test_one_worker_has_no_traffic(listener: Prometheus) -> None:
+    listener(WorkerSeen(step=4, worker=0, samples=64, seconds={"compute": 1.0}, memory=1))
+    _, page, _ = ask(listener.port)
+    assert "shoal_worker_memory_bytes" in page and "exchange" not in page and "shoal_sent" not in page
 
 
 def test_the_run_is_named_with_labels_escaped(listener: Prometheus) -> None:

@@ -15,6 +15,7 @@ from shoal.core.events import (
     AnyEvent,
     CheckpointSaved,
     EvalDone,
+    ExchangeSettled,
     Notice,
     RunEnded,
     RunFailed,
@@ -22,6 +23,7 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.report import terminal
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Baseline, Summary
@@ -64,7 +66,10 @@ def run(
     for worker in (0, 1):
         each = {part: seconds * share for part, share in spent.items()}
         each["compute"] *= slow if worker == 1 else 1.0
-        summary(WorkerSeen(step=100, worker=worker, samples=400, seconds=each, bytes_sent=1 << 20, memory=1 << 30))
+        sent = Traffic(
+            [Flow("gradient", "none", "memory", 1 << 20, 200)], 200, each["exchange"] + 0.02 * seconds, each["exchange"]
+        )
+        summary(WorkerSeen(step=100, worker=worker, samples=400, seconds=each, traffic=sent, memory=1 << 30))
     return summary
 
 
@@ -87,9 +92,10 @@ def test_a_complete_run() -> None:
     for words in (
         "a: complete, 100 steps in 1 min 40 s on 2 workers",
         "0.5 (step 1: 0.5) · evaluation: loss 0.6, accuracy 0.9",
-        "8 samples/s, 1 steps/s · 2.00 times one worker (efficiency 100%, against a-0)",
+        "8 samples/s, 1 steps/s · 2 times one worker (efficiency 100%, against a-0)",
         "exchange 20%",
-        "20.5 KiB per step, 2.0 MiB in all",
+        "20.5 KiB per step, 2.0 MiB in all: gradient 2.0 MiB (memory)",
+        "0.22 s per step, 0.20 s of it exposed (20% of step time) · 46.5 KiB/s",
         "worker 1 computed longest, 2% above the mean · peak memory 1.0 GiB (worker 0)",
         "1 notice",
         "/runs/a-1/report.html",
@@ -97,6 +103,41 @@ def test_a_complete_run() -> None:
     ):
         assert words in text, f"{words}\n{text}"
     assert "Resume" not in text and len(text.splitlines()) <= 14
+
+
+def test_how_workers_exchange_is_said_in_ascii_too() -> None:
+    summary = run()
+    shape: dict[str, Any] = {"hosts": [0, 0], "latency": 1e-5, "bandwidth": 1e9, "buckets": [1 << 20, 10]}
+    summary(ExchangeSettled(step=3, collective="shm", reason=EVIL, **shape))
+    assert re.search(r"^Exchange .*shared memory, 2 buckets of up to 1.0 MiB$", shown(summary, width=140), re.MULTILINE)
+    for worker in (0, 1):
+        sent = Traffic([Flow("gradient", "none", "memory", 10, 1)], 1, 3e-4, 1e-4)
+        summary(
+            WorkerSeen(step=100, worker=worker, samples=1, seconds={"compute": 1.0, "exchange": 1e-4}, traffic=sent)
+        )
+    assert "3.0 us per step, 1.0 us of it exposed" in shown(summary, encoding="ascii", width=140)
+
+
+def test_the_exposed_exchange_is_the_one_that_the_bar_shows() -> None:
+    text = shown(run(shares={"compute": 0.5, "exchange": 0.25, "data": 0.0, "idle": 0.25}), width=140)
+    assert "exchange 25%" in text and "0.25 s of it exposed (33% of step time)" in text
+
+
+def test_where_nothing_was_measured_only_the_choice_is_said() -> None:
+    summary = run()
+    shape: dict[str, Any] = {"hosts": [0, 0], "latency": 0.0, "bandwidth": 0.0, "buckets": []}
+    summary(ExchangeSettled(step=3, collective="shm", reason="one host", **shape))
+    assert re.search(r"^Exchange .* · shared memory; one host$", shown(summary, width=140), re.MULTILINE)
+
+
+def test_one_worker_and_old_runs_say_nothing_of_exchange() -> None:
+    summary = run()
+    for worker in (0, 1):
+        summary(WorkerSeen(step=100, worker=worker, samples=400, seconds={"compute": 1.0}))
+    text = shown(summary)
+    assert "Exchange" not in text and "Sent" not in text
+    summary.stored_bytes = 3 << 20
+    assert re.search(r"^Sent +3.0 MiB in all$", shown(summary), re.MULTILINE)
 
 
 def test_a_failed_run_says_how_to_resume() -> None:
@@ -225,3 +266,6 @@ def test_too_many_workers_are_said_to_be_so() -> None:
     assert "2 workers were 1.1 times as fast as one" not in advice(summary)
     summary.baseline = Baseline("a-0", 1, 10.0)
     assert "2 workers were 0.8 times as fast as one" in advice(summary)
+    summary.baseline = Baseline("a-0", 1, 2000.0)
+    assert "2 workers were 0.004 times as fast as one" in advice(summary)
+    assert "0.004 times one worker" in shown(summary)

@@ -15,6 +15,7 @@ from shoal.core.events import (
     CheckpointSaved,
     EpochDone,
     EvalDone,
+    ExchangeSettled,
     Notice,
     Preparing,
     RunEnded,
@@ -24,6 +25,7 @@ from shoal.core.events import (
     WorkerSeen,
 )
 from shoal.core.settings import Setting
+from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.report.series import Series
 from shoal.monitor.report.summary import MOST_SERIES, MOST_TEXT, Baseline, Summary, as_setting, shortened
 from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
@@ -66,7 +68,8 @@ def stepped(step: int, loss: float = 1.0, when: float | None = None, **more: Any
 
 def seen(worker: int, *, compute: float = 6.0, memory: int = 100, sent: int = 1000) -> WorkerSeen:
     seconds = {"compute": compute, "exchange": 2.0, "data": 1.0, "eval": 0.5, "checkpoint": 0.25, "idle": 0.25}
-    return WorkerSeen(step=10, worker=worker, samples=40, seconds=seconds, bytes_sent=sent, memory=memory)
+    traffic = Traffic([Flow("gradient", "none", "memory", sent, 4)], operations=10, exchange=3.0, exposed=1.5)
+    return WorkerSeen(step=10, worker=worker, samples=40, seconds=seconds, traffic=traffic, memory=memory)
 
 
 def listening() -> tuple[Summary, list[float]]:
@@ -285,7 +288,8 @@ def test_a_killed_run_has_a_summary_from_its_rows() -> None:
     assert summary.counts == {"notice": 1, "resume": 0, "checkpoint": 2, "evaluation": 1}
     assert summary.samples_per_second == 8.0 and summary.bytes_per_step == 200 and len(summary.workers) == 2
     assert summary.config["clip"].origin == "flag" and summary.environment == {"python": "3"}
-    assert summary.resume_command == "shoal run 'my train.py' --resume a-1" and summary.logs["x"].count == 10
+    assert summary.resume_command == "shoal run 'my train.py' --resume /runs/a-1  # with the same arguments"
+    assert summary.logs["x"].count == 10
 
 
 def test_thinned_rows_give_the_same_speed() -> None:
@@ -315,10 +319,86 @@ def test_a_start_recorded_by_a_later_clock_still_comes_first() -> None:
     assert summary.loss.count == 10 and summary.started == BEGIN + 1
 
 
+SETTLED: dict[str, Any] = {
+    "collective": "shm",
+    "reason": "one host",
+    "hosts": [0, 0],
+    "latency": 1e-5,
+    "bandwidth": 1e9,
+    "buckets": [10, 4],
+}
+
+
+def test_the_account_follows_workers_and_steps() -> None:
+    summary, _ = listening()
+    summary(started())
+    assert not summary.account and summary.exchange.count == 0
+    for step in range(1, 11):
+        summary(stepped(step, traffic=Traffic(operations=1, exchange=0.004, exposed=0.001 * step)))
+    summary(ExchangeSettled(step=3, **SETTLED))
+    summary(seen(0))
+    summary(seen(0))
+    summary(seen(1))
+    account = summary.account
+    assert (account.total.bytes, account.since.bytes, account.workers, account.steps) == (2000, 2000, 2, 10)
+    assert account.seconds == 18.0, "of steps: neither evaluation nor checkpoints"
+    assert account.settled is not None and account.settled.buckets == [10, 4]
+    assert [point.value for point in summary.exchange.points()] == pytest.approx([4.0] * 10)
+    assert [point.value for point in summary.exposed.points()] == pytest.approx(list(range(1, 11)))
+    assert [moment.kind for moment in summary.moments()] == ["start", "exchange"]
+
+
+def test_bytes_per_step_leave_out_what_was_sent_once_to_measure() -> None:
+    summary, _ = listening()
+    summary(started())
+    summary(stepped(10))
+    flows = [Flow("gradient", "none", "memory", 1000, 4), Flow("measurement", "none", "memory", 7000, 9)]
+    summary(msgspec.structs.replace(seen(0), traffic=Traffic(flows, 10, 3.0, 1.5)))
+    assert summary.bytes_sent == 8000 and summary.bytes_per_step == 100
+
+
+def test_a_resume_adds_up_what_was_sent() -> None:
+    summary, _ = listening()
+    summary(started())
+    for step in range(1, 8):
+        summary(stepped(step, traffic=Traffic(exchange=0.001, exposed=0.001)))
+    summary(ExchangeSettled(step=3, **SETTLED))
+    summary(seen(0))
+    summary(seen(1))
+    summary(RunFailed(step=7, error="bad", worker=1))
+    summary(started(5))
+    assert summary.settled is None and summary.account.total.bytes == 2000 and summary.account.since.bytes == 0
+    assert [point.step for point in summary.exchange.points()] == [1, 2, 3, 4, 5]
+    summary(stepped(6, traffic=Traffic(exchange=0.002, exposed=0.001)))
+    summary(seen(0, sent=500))
+    account = summary.account
+    assert (account.total.bytes, account.total.exchange, account.since.bytes) == (2500, 9.0, 500)
+    assert (account.steps, account.workers) == (1, 1) and summary.bytes_sent == 2500
+
+
+def test_the_account_of_a_stored_run() -> None:
+    sent = Traffic([Flow("gradient", "none", "memory", 1000, 4)], operations=10, exchange=3.0, exposed=1.5)
+    total = Traffic([Flow("gradient", "none", "memory", 9000, 44)], operations=90, exchange=30.0, exposed=15.0)
+    workers = [WorkerRow(n, 40, dict(seen(n).seconds), 1000, 100, 7, "h", sent) for n in range(2)]
+    steps = [StepRow(n, BEGIN + n, 0, 1.0, 8, 0.1, None, {}, 100, 4, 1, 0.004, 0.001) for n in range(1, 11)]
+    rows = [EventRow(BEGIN + 3.5, 3, "ExchangeSettled", SETTLED)]
+    summary = Summary.from_store(info(bytes_sent=9000, traffic=total), steps, rows, [], workers)
+    account = summary.account
+    assert (account.total, account.since.bytes, account.steps) == (total, 2000, 10)
+    assert summary.bytes_sent == 9000 and account.settled is not None and account.settled.step == 3
+    assert [point.value for point in summary.exposed.points()] == pytest.approx([1.0] * 10)
+
+
+def test_a_run_recorded_before_has_bytes_and_no_account() -> None:
+    summary = Summary.from_store(info(), stored_steps(), [], [], stored_workers())
+    assert not summary.account and summary.exchange.count == 0
+    assert summary.sent == {0: 1000, 1: 1000} and summary.bytes_sent == 2000
+
+
 def test_a_run_without_rows_has_a_summary() -> None:
     summary = Summary.from_store(info(step=0, seconds=0.0, loss=None, script="", bytes_sent=0), [], [], [], [])
     assert summary.samples_per_second is None and summary.shares == {} and summary.bytes_per_step is None
-    assert summary.how_to_resume == "resume='a-1' in the script"
+    assert summary.how_to_resume == "resume='/runs/a-1' in the script"
 
 
 def test_settings_in_either_form() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shoal.monitor.wording import clean, counted, duration, figure, one_line, percent, short, size
+from shoal.monitor.wording import clean, counted, duration, figure, one_line, percent, short, size, span
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,7 @@ def test_ticks() -> None:
     ("count", "text"),
     [
         (0, "0 bytes"),
+        (1.4, "1 byte"),
         (1023, "1023 bytes"),
         (1024, "1.0 KiB"),
         (300 << 20, "300 MiB"),
@@ -63,6 +64,26 @@ def test_sizes(count: float | None, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (1.14e-5, "11 µs"),
+        (9.96e-6, "10 µs"),
+        (4.25e-6, "4.2 µs"),
+        (0.0042, "4.2 ms"),
+        (0.00999, "10 ms"),
+        (0.31, "0.31 s"),
+        (0.9999, "1.0 s"),
+        (75, "1 min 15 s"),
+        (-1, "–"),
+        (float("nan"), "–"),
+    ],
+)
+def test_short_times(seconds: float, text: str) -> None:
+    assert span(seconds) == text
 
 
 def test_shares_and_counts() -> None:

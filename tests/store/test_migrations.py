@@ -10,14 +10,20 @@ import pytest
 from sqlalchemy import inspect
 
 from shoal.core.errors import StoreError
+from shoal.core.events import RunStarted, StepDone, WorkerSeen
+from shoal.core.traffic import Flow, Traffic
 from shoal.store import migrations, schema
 from shoal.store.connect import engine_of, parse
 from shoal.store.store import Store
+from shoal.store.values import NewRun
+from shoal.store.writing import RunWriter
 
 RUN = """INSERT INTO shoal_runs (id, name, status, created, updated, workers, step, loss, script, command, host,
     username, pid, pid_started, config, environment, version) VALUES ('old', 'digits', 'complete', 1, 2, 4, 1, 0.5,
     'train.py', '["train.py"]', 'box', 'ada', 7, 8, '{"clip": {"value": 1.0, "origin": "flag"}}', '{}', '0.1')"""
 STEP = "INSERT INTO shoal_steps (run, step, time, epoch, loss, samples) VALUES (1, 1, 3.5, 0, 0.5, 8)"
+
+WORKER = "INSERT INTO shoal_workers VALUES (1, 0, 8, '{}', 50, 1, 2, 'box')"
 
 
 def make_version_1(url: str) -> None:
@@ -27,6 +33,18 @@ def make_version_1(url: str) -> None:
     with migrations.writing(engine) as connection:
         connection.exec_driver_sql(RUN)
         connection.exec_driver_sql(STEP)
+    engine.dispose()
+
+
+def make_version_2(url: str) -> None:
+    """As the release after it made it, with a run that sent something."""
+    engine = engine_of(parse(url))
+    migrations.migrate(engine, "", to=2)
+    with migrations.writing(engine) as connection:
+        connection.exec_driver_sql(RUN)
+        connection.exec_driver_sql(STEP)
+        connection.exec_driver_sql("UPDATE shoal_runs SET bytes_sent = 50, status = 'failed', boot = 'b'")
+        connection.exec_driver_sql(WORKER)
     engine.dispose()
 
 
@@ -46,7 +64,26 @@ def test_a_store_of_the_first_version_is_brought_up(url: str) -> None:
         assert (run.id, run.loss, run.workers, run.command, run.boot) == ("old", 0.5, 4, ["train.py"], "")
         assert run.config["clip"].value == 1.0
         assert [row.loss for row in store.steps("old")] == [0.5]
-    assert version(url) == migrations.VERSION == 2
+    assert version(url) == migrations.VERSION == 3
+
+
+def test_a_store_without_an_account_of_traffic_is_brought_up(url: str) -> None:
+    make_version_2(url)
+    with Store.open(url) as store:
+        assert (store.find("old").bytes_sent, store.traffic("old"), store.flows("old")) == (50, Traffic(), [])
+        assert [(row.bytes_sent, row.traffic) for row in store.workers("old")] == [(50, Traffic())]
+        (step,) = store.steps("old")
+        assert (step.loss, step.bytes_sent, step.messages, step.exchange) == (0.5, None, None, None)
+        writer = RunWriter(store, NewRun(id="old", name="digits", created=1.0, workers=4))
+        writer.begin()
+        sent = Traffic([Flow("gradient", "none", "memory", 7, 1)])
+        shape = {"workers": 4, "total_steps": 9, "steps_per_epoch": 9, "samples_per_epoch": 9}
+        start = RunStarted(step=1, run_id="old", run_dir=None, **shape)
+        done = StepDone(step=2, epoch=0, loss=0.25, samples=8, rates=[], traffic=sent)
+        writer.write([start, done, WorkerSeen(step=2, worker=0, samples=8, seconds={}, traffic=sent)])
+        assert (store.find("old").bytes_sent, store.traffic("old")) == (57, sent)
+        assert [row.bytes_sent for row in store.steps("old")] == [None, 7]
+    assert version(url) == migrations.VERSION
 
 
 def test_tables_are_as_queries_see_them(store: Store) -> None:
@@ -79,7 +116,7 @@ def test_a_newer_store_is_left_alone(url: str) -> None:
     with Store.open(url) as store, store.writing() as connection:
         connection.exec_driver_sql("UPDATE shoal_meta SET value = '99'")
     for create in (True, False):
-        with pytest.raises(StoreError, match=r"version 99, .* up to 2\. Upgrade shoal .*Nothing was changed"):
+        with pytest.raises(StoreError, match=r"version 99, .* up to 3\. Upgrade shoal .*Nothing was changed"):
             Store.open(url, create=create)
     assert version(url) == 99
 
@@ -88,10 +125,10 @@ def test_a_newer_file_keeps_its_bytes(tmp_path: Path, file_url: str) -> None:
     file = tmp_path / "shoal.db"
     with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE shoal_meta (name TEXT PRIMARY KEY, value TEXT)")
-        connection.execute("INSERT INTO shoal_meta VALUES ('schema_version', '3')")
+        connection.execute("INSERT INTO shoal_meta VALUES ('schema_version', '4')")
     connection.close()
     before = file.read_bytes()
-    with pytest.raises(StoreError, match="version 3"):
+    with pytest.raises(StoreError, match="version 4"):
         Store.open(file_url)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 

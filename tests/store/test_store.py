@@ -23,6 +23,7 @@ from shoal.core.events import (
     WorkerSeen,
 )
 from shoal.core.settings import Setting
+from shoal.core.traffic import Flow, Traffic
 from shoal.store import writing
 from shoal.store.liveness import this_process
 from shoal.store.store import Store
@@ -49,7 +50,8 @@ def step(number: int, loss: float = 1.0, **changes: object) -> StepDone:
 
 
 def seen(worker: int, sent: int) -> WorkerSeen:
-    return WorkerSeen(step=1, worker=worker, samples=4, seconds={"compute": 1.5}, bytes_sent=sent, memory=7, pid=3)
+    traffic = Traffic([Flow("gradient", "none", "memory", sent, 1)])
+    return WorkerSeen(step=1, worker=worker, samples=4, seconds={"compute": 1.5}, traffic=traffic, memory=7, pid=3)
 
 
 def happened(*events: AnyEvent, at: float = 5000.0) -> list[AnyEvent]:

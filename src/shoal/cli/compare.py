@@ -16,9 +16,10 @@ from shoal.cli.plot import curve_of, draw
 from shoal.cli.references import AsJson, Runs, open_store
 from shoal.cli.text import Column, Screen, grid, shown_value
 from shoal.core.errors import ConfigError
-from shoal.monitor.wording import NOTHING, clean, duration, figure, one_line, size
+from shoal.monitor.wording import NOTHING, clean, duration, figure, one_line, size, span
 
 if TYPE_CHECKING:
+    from shoal.core.traffic import Traffic
     from shoal.store.store import Store
     from shoal.store.values import RunInfo
 
@@ -32,7 +33,8 @@ what came of it. Differences of figures are to the first run.
   [cyan]shoal compare a b c --plot a.svg --metric accuracy[/cyan]
 """
 
-_BY_SHARE = ("seconds", "samples/s", "bytes sent")
+_BY_SHARE = ("seconds", "samples/s", "bytes sent", "exchange seconds", "exposed seconds")
+_WRITTEN = {"seconds": duration, "bytes sent": size, "exchange seconds": span, "exposed seconds": span}
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -104,6 +106,7 @@ def differing_circumstances(
 def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
     """What came of the runs, by name: the loss, every metric, and what it took."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    accounts = [run.traffic if run.traffic.flows else None for run in runs]
     return {
         "loss": [run.loss for run in runs],
         **{f"eval {name}" if name == "loss" else name: [run.metrics.get(name) for run in runs] for name in metrics},
@@ -111,7 +114,16 @@ def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
         "seconds": [run.seconds for run in runs],
         "samples/s": [speed(run) for run in runs],
         "bytes sent": [run.bytes_sent for run in runs],
+        **(_times(accounts) if any(accounts) else {}),
         "workers": [run.workers for run in runs],
+    }
+
+
+def _times(accounts: Sequence[Traffic | None]) -> dict[str, list[float | None]]:
+    """Over all workers; None for a run that sent nothing, or kept no account."""
+    return {
+        "exchange seconds": [None if account is None else account.exchange for account in accounts],
+        "exposed seconds": [None if account is None else account.exposed for account in accounts],
     }
 
 
@@ -178,7 +190,7 @@ def _setting(setting: Any, screen: Screen, room: int | None) -> str:
 
 
 def _side_by_side(name: str, row: Sequence[float | None], screen: Screen) -> list[str]:
-    written: Callable[[float], str] = {"seconds": duration, "bytes sent": size}.get(name, figure)
+    written: Callable[[float], str] = _WRITTEN.get(name, figure)
     cells = []
     for value in row:
         change = _change(row[0], value, share=name in _BY_SHARE)

@@ -24,7 +24,7 @@ ABOUT = """\
 Write the figures of a run to a file, or to the next command.
 
 [bold]csv[/bold]      one line per step, one column per figure
-[bold]json[/bold]     everything: the run, its steps, events, checkpoints and workers
+[bold]json[/bold]     everything: the run, its steps, flows, events, checkpoints and workers
 [bold]parquet[/bold]  the steps, for pandas, polars or DuckDB ([cyan]pip install 'shoal\\[parquet]'[/cyan])
 
 Times are seconds since 1970. A loss that is not a number is nan in csv and
@@ -36,7 +36,9 @@ parquet, and null in json, which has no word for it.
   [cyan]shoal export digits --format json | jq .run[/cyan]
 """
 
-STEP_COLUMNS = ("step", "time", "epoch", "loss", "samples", "rate", "norm")
+TRAFFIC_COLUMNS = ("bytes_sent", "messages", "operations", "exchange", "exposed")
+"""Of worker 0 in that step; none where there is one worker."""
+STEP_COLUMNS = ("step", "time", "epoch", "loss", "samples", "rate", "norm", *TRAFFIC_COLUMNS)
 
 
 class Format(StrEnum):
@@ -135,6 +137,7 @@ def everything_as_json(store: Store, run: RunInfo) -> bytes:
     encode = msgspec.json.encode
     lists: dict[str, list[Any]] = {
         "steps": list(store.steps(run.id)),
+        "flows": list(store.flows(run.id)),
         "events": list(store.events(run.id)),
         "checkpoints": list(store.checkpoints(run.id)),
         "workers": list(store.workers(run.id)),
@@ -154,7 +157,7 @@ def steps_as_parquet(run: RunInfo, steps: list[StepRow]) -> bytes:
             "Parquet is written by pyarrow, which is not installed. Install it with: pip install 'shoal[parquet]'   "
             "(or: pip install pyarrow), or take --format csv"
         ) from error
-    whole = ("step", "epoch", "samples")
+    whole = ("step", "epoch", "samples", "bytes_sent", "messages", "operations")
     columns = {
         name: pyarrow.array(values, pyarrow.int64() if name in whole else pyarrow.float64())
         for name, values in step_table(steps).items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from shoal.cli.pace import samples_done, speed
 from shoal.cli.references import AsJson, Run, open_store
 from shoal.cli.text import Column, Screen, ago, grid, shown_value
 from shoal.core.settings import DEFAULT
+from shoal.monitor.resuming import stored_resume_command
+from shoal.monitor.traffic import TITLES, Account, exchange_facts, flow_rows, stored_account
 from shoal.monitor.wording import clean, counted, duration, environment_words, figure, moment, percent, size
 
 if TYPE_CHECKING:
@@ -64,13 +65,14 @@ def show(
         checkpoints, workers = store.checkpoints(info.id), store.workers(info.id)
         happened = store.events(info.id)
         steps = [] if as_json else store.steps(info.id, most=8 * _curve_width(screen))
+    account = stored_account(info, workers, happened)
     if as_json:
-        rows = {"run": info, "checkpoints": checkpoints, "workers": workers}
-        write_json({**rows, "events": happened} if events else rows)
+        told = {"run": info, "traffic": account.figures(), "checkpoints": checkpoints, "workers": workers}
+        write_json({**told, "events": happened} if events else told)
     else:
         what = trained(happened, steps)
         listed = happened if events else []
-        write(_run_as_text(info, what, steps, workers, checkpoints, listed, screen, defaults=config))
+        write(_run_as_text(info, what, steps, workers, account, checkpoints, listed, screen, defaults=config))
 
 
 def run_as_page(store: Store, run: RunInfo) -> str:
@@ -79,8 +81,8 @@ def run_as_page(store: Store, run: RunInfo) -> str:
     from shoal.monitor.report.summary import Summary
 
     steps = store.steps(run.id, most=_STEPS_OF_A_PAGE)
-    rows = store.events(run.id), store.checkpoints(run.id), store.workers(run.id)
-    return render_html(Summary.from_store(run, steps, *rows))
+    others = store.events(run.id), store.checkpoints(run.id), store.workers(run.id)
+    return render_html(Summary.from_store(run, steps, *others))
 
 
 def _run_as_text(
@@ -88,6 +90,7 @@ def _run_as_text(
     what: Trained,
     steps: Sequence[StepRow],
     workers: Sequence[WorkerRow],
+    account: Account,
     checkpoints: Sequence[CheckpointRow],
     events: Sequence[EventRow],
     screen: Screen,
@@ -98,6 +101,7 @@ def _run_as_text(
         ("", _figures(run, what, screen)),
         ("Loss", _loss_curve([step.loss for step in steps], screen)),
         ("Where time went", _workers(workers, screen)),
+        ("Traffic", _traffic(account, screen)),
         (_config_title(run, defaults), _config(run, defaults, screen)),
         ("Environment", _facts(environment_words(run.environment), screen)),
         ("What it left", _facts(_left(run, checkpoints), screen)),
@@ -172,6 +176,15 @@ def _workers(workers: Sequence[WorkerRow], screen: Screen) -> str:
     return grid(columns, screen, indent="  ")
 
 
+def _traffic(account: Account, screen: Screen) -> str:
+    """Nothing for one worker, and for runs that kept no account."""
+    if not account:
+        return ""
+    columns = zip(TITLES, zip(*flow_rows(account), strict=True), (0, 2, 1, 0, 3, 1), strict=True)
+    table = [Column(title, cells, rank, right=place > 2) for place, (title, cells, rank) in enumerate(columns)]
+    return f"{grid(table, screen, indent='  ')}\n{_facts(exchange_facts(account), screen)}"
+
+
 def _left(run: RunInfo, checkpoints: Sequence[CheckpointRow]) -> list[tuple[str, str]]:
     from shoal.store.values import RUNNING
 
@@ -185,13 +198,16 @@ def _left(run: RunInfo, checkpoints: Sequence[CheckpointRow]) -> list[tuple[str,
         facts.append(("folder", run.run_dir if folder.is_dir() else f"{run.run_dir} (gone)"))
         facts.append(("report", str(folder / "report.html") if (folder / "report.html").is_file() else ""))
     if kept and run.status != RUNNING:
-        script = f"shoal run {shlex.quote(run.script)} --resume {run.id}"
-        facts.append(("go on", script if run.script else f"resume={run.id!r} in the script"))
+        facts.append(("go on", stored_resume_command(run)))
     return facts
 
 
 def _event(event: EventRow) -> str:
-    told = " ".join(f"{name}={shown_value(value)}" for name, value in event.data.items() if name != "traceback")
+    told = " ".join(
+        f"{name}={shown_value(value)}"
+        for name, value in event.data.items()
+        if name != "traceback" and (value or event.kind != "ExchangeSettled")  # there 0 means: not measured
+    )
     return f"  {moment(event.time)}  step {event.step}  {event.kind}  {clean(told)}".rstrip() + "\n"
 
 

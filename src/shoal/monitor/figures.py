@@ -121,7 +121,12 @@ class Figures:
         self._step, self._now = done.step, now
         self._steps += 1
         self._last = done
-        self._add({"loss": done.loss, **({} if done.norm is None else {"norm": done.norm}), **done.logs})
+        values = {"loss": done.loss}
+        if done.norm is not None:
+            values["norm"] = done.norm
+        if done.traffic is not None:
+            values |= {"exchange_seconds": done.traffic.exchange, "exposed_seconds": done.traffic.exposed}
+        self._add(values | done.logs)
         self._new_speed = self._speed.add(done) or self._new_speed
         # a clock that was set back must not silence the run
         if self._steps > FIRST_STEPS and 0 <= now - self._logged < STEP_SECONDS:

@@ -25,6 +25,7 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
+from shoal.core.traffic import together
 from shoal.monitor.exposition import CONTENT_TYPE, Family, render
 from shoal.monitor.figures import Speed
 from shoal.monitor.scrape import Reply, ScrapeServer
@@ -180,7 +181,7 @@ class Page:
 
     def render(self) -> str:
         with self._lock:
-            families = [*self._run(), *self._training(), *self._of_workers()]
+            families = [*self._run(), *self._training(), *self._of_workers(), *self._traffic()]
         return render(families)
 
     def _run(self) -> list[Family]:
@@ -227,6 +228,23 @@ class Page:
             memory.add(seen.memory, worker=str(worker))
             sent.add(seen.bytes_sent, worker=str(worker))
         return [seconds, memory, sent]
+
+    def _traffic(self) -> list[Family]:
+        sent = Family("shoal_sent_bytes_total", "counter", "Bytes that all workers have sent, by what and over what.")
+        messages = Family("shoal_sent_messages_total", "counter", "Messages that carried them.")
+        operations = Family("shoal_worker_operations_total", "counter", "Sums, gathers, broadcasts and barriers.")
+        exchange = Family("shoal_worker_exchange_seconds_total", "counter", "Seconds in which an operation went on.")
+        exposed = Family("shoal_worker_exposed_seconds_total", "counter", "Of these, not hidden behind compute.")
+        accounts = {worker: seen.traffic for worker, seen in sorted(self._workers.items()) if seen.traffic.operations}
+        for flow in together(list(accounts.values())).flows:
+            labels = {"kind": flow.kind, "codec": flow.codec, "link": flow.link}
+            sent.add(flow.bytes, **labels)
+            messages.add(flow.messages, **labels)
+        for worker, account in accounts.items():
+            operations.add(account.operations, worker=str(worker))
+            exchange.add(account.exchange, worker=str(worker))
+            exposed.add(account.exposed, worker=str(worker))
+        return [sent, messages, operations, exchange, exposed]
 
 
 def _version() -> str:

@@ -54,7 +54,7 @@ def size(count: float | None) -> str:
     if count is None:
         return NOTHING
     if count < 1024:
-        return f"{count:.0f} bytes"
+        return "1 byte" if round(count) == 1 else f"{count:.0f} bytes"
     power = min(4, int(math.log2(count) // 10))
     count, unit = count / 1024**power, ("KiB", "MiB", "GiB", "TiB")[power - 1]
     return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.1f} {unit}"
@@ -76,9 +76,28 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
+def span(seconds: float) -> str:
+    """A time that may be very short: 11 µs, 4.2 ms, 0.31 s, and as `duration` from a second on."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return NOTHING
+    if seconds == 0:
+        return "0 s"
+    if seconds >= 0.9995:
+        return duration(seconds)
+    if seconds >= 0.09995:
+        return f"{seconds:.2f} s"
+    scaled, unit = (seconds * 1e3, "ms") if seconds >= 0.9995e-3 else (seconds * 1e6, "µs")
+    return f"{scaled:.0f} {unit}" if scaled >= 9.95 else f"{scaled:.1f} {unit}"
+
+
 def percent(share: float) -> str:
     """0%, <1%, 42%."""
     return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
+
+
+def times(ratio: float, digits: int = 2) -> str:
+    """How many times as much, to so many significant digits: 0.0042, 0.85, 1.2, 13."""
+    return figure(float(f"{ratio:.{digits}g}"))
 
 
 def moment(when: float | None) -> str:

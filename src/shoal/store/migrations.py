@@ -133,6 +133,26 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # A list of the newest runs reads as many rows as it shows.
         "CREATE INDEX shoal_runs_created ON shoal_runs (created)",
     ),
+    (
+        # The traffic account. Of what was recorded before nothing is known.
+        "ALTER TABLE shoal_runs ADD COLUMN traffic TEXT",
+        "ALTER TABLE shoal_workers ADD COLUMN traffic TEXT",
+        "ALTER TABLE shoal_steps ADD COLUMN bytes_sent {big}",
+        "ALTER TABLE shoal_steps ADD COLUMN messages {big}",
+        "ALTER TABLE shoal_steps ADD COLUMN operations {big}",
+        "ALTER TABLE shoal_steps ADD COLUMN exchange {real}",
+        "ALTER TABLE shoal_steps ADD COLUMN exposed {real}",
+        f"""CREATE TABLE shoal_flows (
+            {_RUN},
+            step {{big}} NOT NULL,
+            kind TEXT NOT NULL,
+            codec TEXT NOT NULL,
+            link TEXT NOT NULL,
+            bytes {{big}} NOT NULL,
+            messages {{big}} NOT NULL,
+            PRIMARY KEY (run, step, kind, codec, link)
+        ) {{clustered}}""",
+    ),
 )
 
 VERSION = len(MIGRATIONS)

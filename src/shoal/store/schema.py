@@ -96,6 +96,7 @@ runs = Table(
     Column("traceback", Text),
     Column("bytes_sent", BigInteger, nullable=False),
     Column("boot", Text, nullable=False),
+    Column("traffic", Plain),
 )
 
 tags = Table(
@@ -117,6 +118,23 @@ steps = Table(
     Column("rate", Real),
     Column("norm", Real),
     Column("logs", Plain),
+    Column("bytes_sent", BigInteger),
+    Column("messages", BigInteger),
+    Column("operations", BigInteger),
+    Column("exchange", Real),
+    Column("exposed", Real),
+)
+
+flows = Table(
+    "shoal_flows",
+    tables,
+    Column("run", Integer, primary_key=True),
+    Column("step", BigInteger, primary_key=True),
+    Column("kind", Text, primary_key=True),
+    Column("codec", Text, primary_key=True),
+    Column("link", Text, primary_key=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("messages", BigInteger, nullable=False),
 )
 
 events = Table(
@@ -151,4 +169,5 @@ workers = Table(
     Column("memory", BigInteger, nullable=False),
     Column("pid", BigInteger, nullable=False),
     Column("host", Text, nullable=False),
+    Column("traffic", Plain),
 )

@@ -22,6 +22,7 @@ from sqlalchemy.exc import DBAPIError
 
 from shoal.core.errors import ConfigError, RunNotFound, StoreError
 from shoal.core.settings import Setting
+from shoal.core.traffic import Traffic
 from shoal.store import references, schema
 from shoal.store.connect import (
     Address,
@@ -37,7 +38,7 @@ from shoal.store.faults import is_unopenable, told_clearly
 from shoal.store.home import store_url
 from shoal.store.liveness import Process, status_now
 from shoal.store.migrations import VERSION, migrate, refuse_newer, use_wal, version_of
-from shoal.store.values import KILLED, LOST, RUNNING, CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
+from shoal.store.values import KILLED, LOST, RUNNING, CheckpointRow, EventRow, FlowRow, RunInfo, StepRow, WorkerRow
 
 LONGEST_TAG = 64
 _FEW = 500
@@ -135,17 +136,14 @@ class Store:
             rows = connection.execute(every.where(schema.steps.c.step.in_(wanted))).all() if wanted else []
             if not wanted or 2 * len(rows) < len(wanted):  # all are wanted, or many are missing in between
                 rows = _thinned(connection.execute(every).all(), most)
-        return [
-            StepRow(row.step, row.time, row.epoch, row.loss, row.samples, row.rate, row.norm, row.logs or {})
-            for row in rows
-        ]
+        return [_step(row) for row in rows]
 
     def events(self, run_id: str) -> list[EventRow]:
         """In the order in which they came."""
         return self._rows(
             run_id,
             schema.events,
-            schema.events.c.key,
+            [schema.events.c.key],
             lambda row: EventRow(row.time, row.step, row.kind, row.data),
         )
 
@@ -154,7 +152,7 @@ class Store:
         return self._rows(
             run_id,
             schema.checkpoints,
-            schema.checkpoints.c.step,
+            [schema.checkpoints.c.step],
             lambda row: CheckpointRow(row.step, row.time, row.path, bool(row.best)),
         )
 
@@ -162,8 +160,33 @@ class Store:
         return self._rows(
             run_id,
             schema.workers,
-            schema.workers.c.worker,
-            lambda row: WorkerRow(row.worker, row.samples, row.seconds, row.bytes_sent, row.memory, row.pid, row.host),
+            [schema.workers.c.worker],
+            lambda row: WorkerRow(
+                row.worker,
+                row.samples,
+                row.seconds,
+                row.bytes_sent,
+                row.memory,
+                row.pid,
+                row.host,
+                _traffic(row.traffic),
+            ),
+        )
+
+    def traffic(self, run_id: str) -> Traffic:
+        """What all workers have sent, all starts together. Empty where nothing is known."""
+        with self._reading() as connection:
+            key = _key(connection, run_id)
+            return _traffic(connection.scalar(select(schema.runs.c.traffic).where(schema.runs.c.key == key)))
+
+    def flows(self, run_id: str) -> list[FlowRow]:
+        """What worker 0 sent in a step, by kind, codec and link: by step, for the steps in which it changed."""
+        _, *order = schema.flows.primary_key
+        return self._rows(
+            run_id,
+            schema.flows,
+            order,
+            lambda row: FlowRow(row.step, row.kind, row.codec, row.link, row.bytes, row.messages),
         )
 
     # Changes
@@ -211,10 +234,10 @@ class Store:
         with told_clearly(self.where, password=self._address.password):
             yield
 
-    def _rows(self, run_id: str, table: Any, order: Any, make: Callable[[Row[Any]], _Value]) -> list[_Value]:
+    def _rows(self, run_id: str, table: Any, order: Sequence[Any], make: Callable[[Row[Any]], _Value]) -> list[_Value]:
         with self._reading() as connection:
             key = _key(connection, run_id)
-            return [make(row) for row in connection.execute(_of_run(table, key).order_by(order))]
+            return [make(row) for row in connection.execute(_of_run(table, key).order_by(*order))]
 
 
 def _exists(file: Path) -> bool:
@@ -317,9 +340,17 @@ def _tags(connection: Connection, keys: Sequence[int]) -> dict[int, list[str]]:
     return found
 
 
-_COPIED = tuple(
-    name for name in RunInfo.__struct_fields__ if name not in ("status", "user", "config", "tags", "git_dirty")
-)
+def _step(row: Row[Any]) -> StepRow:
+    _, step, when, epoch, loss, samples, rate, norm, logs, *traffic = tuple(row)
+    return StepRow(step, when, epoch, loss, samples, rate, norm, logs or {}, *traffic)
+
+
+def _traffic(data: Any) -> Traffic:
+    return Traffic() if data is None else msgspec.convert(data, Traffic)
+
+
+_CHANGED = ("status", "user", "config", "tags", "git_dirty", "traffic")
+_COPIED = tuple(name for name in RunInfo.__struct_fields__ if name not in _CHANGED)
 
 
 def _info(row: Row[Any], tags: list[str], now: float) -> RunInfo:
@@ -331,6 +362,7 @@ def _info(row: Row[Any], tags: list[str], now: float) -> RunInfo:
         user=row.username,
         config=msgspec.convert(row.config, dict[str, Setting]),
         git_dirty=row.git_dirty,
+        traffic=_traffic(row.traffic),
         tags=tags,
     )
 

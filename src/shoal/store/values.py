@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.settings import Setting
+from shoal.core.traffic import Traffic
 
 RUNNING = "running"
 COMPLETE = "complete"
@@ -90,6 +91,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str | None
     bytes_sent: int
     """By all workers, all starts together."""
+    traffic: Traffic = Traffic()
+    """The same in detail. Empty for one worker, and for what was recorded before there was an account."""
     tags: list[str]
 
 
@@ -103,6 +106,29 @@ class StepRow(msgspec.Struct, frozen=True):
     """The learning rate of the first parameter group."""
     norm: float | None
     logs: dict[str, float]
+    bytes_sent: int | None = None
+    """By worker 0 in this step, as is all that follows. None where there is one worker, or no account was kept."""
+    messages: int | None = None
+    operations: int | None = None
+    """Sums, gathers, broadcasts and barriers."""
+    exchange: float | None = None
+    """Seconds from the start of an operation to its end, each moment counted once."""
+    exposed: float | None = None
+    """Seconds of these in which the worker could do nothing else."""
+
+
+class FlowRow(msgspec.Struct, frozen=True):
+    """What worker 0 sent of one sort in a step, and in each step after it until the next step that has rows.
+
+    The rows of a step are all that it sent; where that is nothing, they have 0 bytes and 0 messages.
+    """
+
+    step: int
+    kind: str
+    codec: str
+    link: str
+    bytes: int
+    messages: int
 
 
 class EventRow(msgspec.Struct, frozen=True):
@@ -131,6 +157,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
     memory: int
     pid: int
     host: str
+    traffic: Traffic = Traffic()
+    """Since the last start."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):

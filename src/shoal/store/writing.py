@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +23,9 @@ from shoal.core.events import (
     StepDone,
     WorkerSeen,
 )
+from shoal.core.traffic import Traffic, together
 from shoal.store import schema
-from shoal.store.schema import for_sqlite, to_json
+from shoal.store.steps import Breakdowns, add_steps
 from shoal.store.store import Store
 from shoal.store.values import RUNNING, NewRun, RunEnd
 
@@ -34,8 +34,6 @@ LONGEST_TEXT = 100_000
 
 _MEASURED = ("EpochDone", "EvalDone")
 """Kinds of events that come again, as steps do, when a run goes on from an earlier step."""
-_STEP_COLUMNS = ("run", "step", "time", "epoch", "loss", "samples", "rate", "norm", "logs")
-_ROWS_AT_ONCE = 100
 
 
 class RunWriter:
@@ -47,8 +45,9 @@ class RunWriter:
         self._new = new
         self._key: int | None = None
         self._resumed = False
-        self._before = _Sums(0.0, 0)
+        self._before = _Sums()
         self._now = _Progress()
+        self._breakdowns = Breakdowns()
 
     @property
     def key(self) -> int:
@@ -60,12 +59,13 @@ class RunWriter:
         """Insert the run, or count a resume of it."""
         runs = schema.runs.c
         with self._store.writing() as connection:
-            query = select(runs.key, runs.seconds, runs.bytes_sent).where(runs.id == self._new.id)
+            query = select(runs.key, runs.seconds, runs.bytes_sent, runs.traffic).where(runs.id == self._new.id)
             there = connection.execute(query).one_or_none()
             if there is None:
-                key, before = _insert(connection, self._new), _Sums(0.0, 0)
+                key, before = _insert(connection, self._new), _Sums()
             else:
-                key, before = there.key, _Sums(there.seconds, there.bytes_sent)
+                traffic = msgspec.convert(there.traffic or {}, Traffic)
+                key, before = there.key, _Sums(there.seconds, there.bytes_sent, traffic)
                 _resume(connection, key, self._new)
         self._key, self._before, self._resumed = key, before, there is not None
 
@@ -76,7 +76,8 @@ class RunWriter:
 
     def write(self, happened: Sequence[AnyEvent], end: RunEnd | None = None) -> None:
         """Add what happened, in order; say that the run is alive, or with `end` how it ended."""
-        progress = msgspec.structs.replace(self._now, sent=dict(self._now.sent))
+        progress = msgspec.structs.replace(self._now, traffic=dict(self._now.traffic))
+        breakdowns = msgspec.structs.replace(self._breakdowns)
         for event in happened:
             progress.follow(event)
         values = progress.values(self._before)
@@ -85,8 +86,8 @@ class RunWriter:
         with self._store.writing() as connection:
             key = self._update(connection, values)
             for part in _parts(happened):
-                _add(connection, key, part, resumed=self._resumed)
-        self._now = progress
+                _add(connection, key, part, breakdowns, resumed=self._resumed)
+        self._now, self._breakdowns = progress, breakdowns
 
     def _update(self, connection: Connection, values: dict[str, Any]) -> int:
         changed = connection.execute(update(schema.runs).where(schema.runs.c.key == self.key).values(**values))
@@ -98,8 +99,9 @@ class RunWriter:
 class _Sums(NamedTuple):
     """Over the starts before this one."""
 
-    seconds: float
-    bytes_sent: int
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    traffic: Traffic = Traffic()
 
 
 class _Progress(msgspec.Struct):
@@ -110,7 +112,7 @@ class _Progress(msgspec.Struct):
     step: int | None = None
     loss: float | None = None
     metrics: dict[str, float] | None = None
-    sent: dict[int, int] = {}
+    traffic: dict[int, Traffic] = {}
 
     def follow(self, event: AnyEvent) -> None:
         match event:
@@ -122,7 +124,7 @@ class _Progress(msgspec.Struct):
             case EvalDone():
                 self.metrics = event.metrics
             case WorkerSeen():
-                self.sent[event.worker] = event.bytes_sent
+                self.traffic[event.worker] = event.traffic
             case RunEnded():
                 self.step, self.loss = event.step, float(event.loss)
                 self.metrics = event.metrics or self.metrics
@@ -131,21 +133,25 @@ class _Progress(msgspec.Struct):
 
     def values(self, before: _Sums) -> dict[str, Any]:
         """For the run's row; what is not known is left as it is."""
-        known = {"step": self.step, "loss": self.loss, "metrics": self.metrics}
+        since = together(list(self.traffic.values()))
+        known: dict[str, Any] = {"step": self.step, "loss": self.loss, "metrics": self.metrics}
+        if since.flows:
+            known["traffic"] = together([before.traffic, since])
         return {name: value for name, value in known.items() if value is not None} | {
             "updated": time.time(),
             "seconds": before.seconds + self.seconds,
-            "bytes_sent": before.bytes_sent + sum(self.sent.values()),
+            "bytes_sent": before.bytes_sent + since.bytes,
         }
 
 
-def _add(connection: Connection, key: int, part: Sequence[AnyEvent], *, resumed: bool) -> None:
+def _add(connection: Connection, key: int, part: Sequence[AnyEvent], breakdowns: Breakdowns, *, resumed: bool) -> None:
     """`part` has a RunStarted at its beginning or nowhere."""
     if isinstance(part[0], RunStarted):
         _start(connection, key, part[0])
+        breakdowns.begin()
         if resumed:
             part = [part[0], *_notice_of_gap(connection, key, part[0]), *part[1:]]
-    _add_steps(connection, key, part)
+    add_steps(connection, key, part, breakdowns)
     _add_events(connection, key, part)
     _add_checkpoints(connection, key, part)
     _add_workers(connection, key, part)
@@ -199,8 +205,9 @@ def _resume(connection: Connection, key: int, new: NewRun) -> None:
 
 def _start(connection: Connection, key: int, event: RunStarted) -> None:
     """Take back what the run does again, and what workers told of themselves before."""
-    steps, events, workers = schema.steps.c, schema.events.c, schema.workers.c
-    connection.execute(delete(schema.steps).where(steps.run == key, steps.step > event.step))
+    events, workers = schema.events.c, schema.workers.c
+    for table in (schema.steps, schema.flows):
+        connection.execute(delete(table).where(table.c.run == key, table.c.step > event.step))
     again = (events.run == key, events.kind.in_(_MEASURED), events.step > event.step)
     connection.execute(delete(schema.events).where(*again))
     connection.execute(delete(schema.workers).where(workers.run == key))
@@ -243,37 +250,6 @@ def _ending(end: RunEnd, bytes_sent: int, before: _Sums) -> dict[str, Any]:
     }
 
 
-def _add_steps(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
-    """Straight to the driver, many rows in a statement: each statement may hand the interpreter lock over twice."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    # By number: one statement must not meet the same row twice.
-    rows = {event.step: _step_row(key, event, is_sqlite) for event in part if isinstance(event, StepDone)}
-    every = list(rows.values())
-    for low in range(0, len(every), _ROWS_AT_ONCE):
-        some = every[low : low + _ROWS_AT_ONCE]
-        statement = _step_sql("?" if is_sqlite else "%s", len(some))
-        connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
-
-
-def _step_row(key: int, event: StepDone, is_sqlite: bool) -> tuple[Any, ...]:
-    loss, norm = float(event.loss), None if event.norm is None else float(event.norm)
-    rate = float(event.rates[0]) if event.rates else None
-    if is_sqlite:
-        loss, rate, norm = for_sqlite(loss), for_sqlite(rate), for_sqlite(norm)
-    logs = to_json(event.logs) if event.logs else None
-    return key, event.step, event.time, event.epoch, loss, event.samples, rate, norm, logs
-
-
-@cache
-def _step_sql(mark: str, rows: int) -> str:
-    row = f"({', '.join([mark] * len(_STEP_COLUMNS))})"
-    again = ", ".join(f"{name} = excluded.{name}" for name in _STEP_COLUMNS[2:])
-    return (
-        f"INSERT INTO shoal_steps ({', '.join(_STEP_COLUMNS)}) VALUES {', '.join([row] * rows)} "
-        f"ON CONFLICT (run, step) DO UPDATE SET {again}"
-    )
-
-
 def _add_events(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
     rows = [
         {"run": key, "time": event.time, "step": event.step, "kind": type(event).__name__, "data": _data(event)}
@@ -313,6 +289,7 @@ def _add_workers(connection: Connection, key: int, part: Iterable[AnyEvent]) -> 
             "memory": event.memory,
             "pid": event.pid,
             "host": event.host,
+            "traffic": event.traffic if event.traffic.flows else None,
         }
         for event in part
         if isinstance(event, WorkerSeen)

@@ -72,6 +72,8 @@ def page(tally: Tally, said: list[str], *, verbose: bool) -> str:
     parts += [f"<div>{_html(items)}</div>" for items in _rows(tally)]
     if tally.preparing is not None and tally.end is None:
         parts.append(_preparing(tally.preparing))
+    if verbose and tally.settled is not None:
+        parts.append(f"<div>{escape(phrases.settled(tally.settled))}</div>")
     if verbose and tally.workers:
         parts.append(_workers(tally))
     parts += [f'<div style="white-space:pre-wrap">{escape(text)}</div>' for text in said]

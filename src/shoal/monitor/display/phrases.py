@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from shoal.core.events import EvalDone, Preparing, RunEnded, RunStarted
+from shoal.core.events import EvalDone, ExchangeSettled, Preparing, RunEnded, RunStarted
 from shoal.monitor.display.tally import Shares, Tally, WorkerTally
+from shoal.monitor.traffic import settled_words
 from shoal.monitor.wording import counted, one_line, percent, size
 
 _MOST_FIGURES = 8
@@ -35,6 +36,10 @@ def started(event: RunStarted) -> str:
 def evaluated(event: EvalDone, total: int) -> str:
     figures = "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
     return f"step {of(event.step, total)}  epoch {event.epoch + 1}  evaluation: {figures}"
+
+
+def settled(event: ExchangeSettled) -> str:
+    return f"exchange: {settled_words(event)}"
 
 
 def ended(event: RunEnded, total: int) -> str:

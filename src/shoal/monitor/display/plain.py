@@ -6,7 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from shoal.core.events import AnyEvent, EvalDone, Preparing, RunEnded, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import (
+    AnyEvent,
+    EvalDone,
+    ExchangeSettled,
+    Preparing,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    WorkerSeen,
+)
 from shoal.monitor.display import phrases
 from shoal.monitor.display.outlet import pass_on, put
 from shoal.monitor.display.tally import WorkerTally
@@ -64,6 +73,8 @@ class PlainView(QuietView):
             self._on_start(event)
         elif isinstance(event, EvalDone):
             self.say(phrases.evaluated(event, self._total))
+        elif isinstance(event, ExchangeSettled):
+            self.say(phrases.settled(event))
         elif isinstance(event, Preparing):
             self._on_preparing(event)
         elif isinstance(event, RunEnded):

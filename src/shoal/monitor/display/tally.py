@@ -7,7 +7,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shoal.core.events import AnyEvent, EvalDone, Preparing, RunEnded, RunFailed, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import (
+    AnyEvent,
+    EvalDone,
+    ExchangeSettled,
+    Preparing,
+    RunEnded,
+    RunFailed,
+    RunStarted,
+    StepDone,
+    WorkerSeen,
+)
 
 _WINDOW_SECONDS = 10.0
 _MARK_SECONDS = 0.25
@@ -98,6 +108,7 @@ class Tally:
         self._preparing_since = now
         self.last: StepDone | None = None
         self.evaluation: EvalDone | None = None
+        self.settled: ExchangeSettled | None = None
         self.end: RunEnded | RunFailed | None = None
         self.workers: dict[int, WorkerTally] = {}
         self.began = now
@@ -121,6 +132,8 @@ class Tally:
             self._on_preparing(event)
         elif isinstance(event, EvalDone):
             self.evaluation = event
+        elif isinstance(event, ExchangeSettled):
+            self.settled = event
         elif isinstance(event, RunEnded | RunFailed):
             self._on_end(event)
 

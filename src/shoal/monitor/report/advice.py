@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.monitor.report.summary import Summary
-from shoal.monitor.wording import percent
+from shoal.monitor.wording import percent, times
 
 LEAST_SECONDS = 10.0
 """A shorter run is mostly start-up: its shares say nothing about a long one."""
@@ -104,8 +104,8 @@ def _too_many_workers(summary: Summary) -> str:
     if summary.efficiency is None or summary.speedup is None or summary.efficiency >= EFFICIENCY:
         return ""
     return (
-        f"{summary.planned_workers} workers were {summary.speedup:.1f} times as fast as {_baseline_workers(summary)}: "
-        "fewer may do, or the machine has fewer free cores than workers."
+        f"{summary.planned_workers} workers were {times(summary.speedup)} times as fast as "
+        f"{_baseline_workers(summary)}: fewer may do, or the machine has fewer free cores than workers."
     )
 
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from shoal.core.settings import DEFAULT, FLAG
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.charts import MOST_DRAWN, Line, escape, line_chart, stacked_bar
+from shoal.monitor.report.moments import Moment
 from shoal.monitor.report.series import Series
 from shoal.monitor.report.style import STYLE
-from shoal.monitor.report.summary import PARTS, Moment, Summary, shortened
-from shoal.monitor.report.tables import MOST_VALUE, cut, settings_table, table, within
+from shoal.monitor.report.summary import PARTS, Summary, shortened
+from shoal.monitor.report.tables import MOST_VALUE, columns_table, cut, settings_table, table, within
 from shoal.monitor.report.words import balance_words, outcome_words
-from shoal.monitor.wording import counted, duration, environment_words, figure, moment, percent, size
+from shoal.monitor.traffic import TITLES, exchange_facts, flow_rows
+from shoal.monitor.wording import counted, duration, environment_words, figure, moment, percent, size, times
 from shoal.store.values import COMPLETE, FAILED, RUNNING, STOPPED
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -40,6 +42,7 @@ def render_html(summary: Summary) -> str:
             _not_drawn(summary),
             _where_time_went(summary),
             _two(_memory(summary) + _bytes(summary)) if summary.workers else "",
+            _traffic(summary),
             f'<div class="two top"><div class="stack">{_resume(summary)}{_facts(summary)}{_environment(summary)}</div>'
             f'<div class="stack">{_configuration(summary)}</div></div>',
             _events(summary),
@@ -132,7 +135,10 @@ def _figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield figure(summary.samples_per_second), "samples per second"
         yield figure(summary.steps_per_second), "steps per second"
     if summary.efficiency is not None and summary.speedup is not None and summary.baseline is not None:
-        yield percent(summary.efficiency), f"efficiency: {summary.speedup:.2f} times the speed of {_against(summary)}"
+        yield (
+            percent(summary.efficiency),
+            f"efficiency: {times(summary.speedup, 3)} times the speed of {_against(summary)}",
+        )
     if any(summary.peak_memory.values()):
         yield size(max(summary.peak_memory.values())), "peak memory of a worker"
     if summary.counts["notice"]:
@@ -172,6 +178,9 @@ def _charts(summary: Summary) -> Iterator[str]:
     empty = "The speed shows from the second step on."
     chart = line_chart("Samples per second", speed, over="time", from_zero=True, empty=empty)
     yield chart if summary.throughput.count else _if_empty(summary, chart)
+    if summary.exchange.count:
+        times = [_time_line("exchange", summary.exchange), _time_line("exposed", summary.exposed, colour="c1")]
+        yield line_chart("Exchange in a step, ms", times, from_zero=True, empty="It was never finite.")
 
 
 def _not_drawn(summary: Summary) -> str:
@@ -189,6 +198,10 @@ def _line(label: str, series: Series | None, *, second: bool = False, band: bool
     averaged = len(points) < series.count
     ends = [end for end in (series.first, series.last) if end is not None and averaged and band and not second]
     return Line(label, points, colour="c1" if second else "c0", dots=second, band=band and not second, ends=ends)
+
+
+def _time_line(label: str, series: Series, colour: str = "c0") -> Line:
+    return Line(label, series.points(MOST_DRAWN, ends=False), colour=colour, band=False)
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -246,13 +259,27 @@ def _memory(summary: Summary) -> str:
 
 
 def _bytes(summary: Summary) -> str:
-    sent = {number: summary.workers[number].bytes_sent for number in _shown_workers(summary)}
+    sent = {number: summary.sent[number] for number in _shown_workers(summary)}
     if not any(sent.values()):
         return _if_empty(summary, _section("Bytes sent", '<p class="empty">Nothing was sent between workers.</p>'))
     each = f"{size(summary.bytes_per_step)} per step, " if summary.bytes_per_step else ""
     return _section(
         "Bytes sent", _plain_bars(sent), f"{each}{size(summary.bytes_sent)} in all. {_left_out(summary)}".strip()
     )
+
+
+def _traffic(summary: Summary) -> str:
+    """Nothing for one worker, and where no account was kept."""
+    account = summary.account
+    if not account:
+        return ""
+    sent = columns_table(TITLES, flow_rows(account), words=3)
+    told = table((name, cut(value, MOST_VALUE)) for name, value in exchange_facts(account))
+    note = (
+        "Bytes, messages and what is over all workers are of the whole run, the rest is of its last start. Exchange "
+        "counts each moment once; exposed is what was not hidden behind compute. Times per step are means over workers."
+    )
+    return _section("Traffic", f'<div class="two traffic"><div class="wide">{sent}</div><div>{told}</div></div>', note)
 
 
 def _plain_bars(amounts: dict[int, int]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from shoal.core import events as ev
+from shoal.core.traffic import Traffic
 from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow
 
 
@@ -56,7 +57,15 @@ def _step(row: StepRow) -> ev.StepDone:
         rates=[] if row.rate is None else [row.rate],
         norm=row.norm,
         logs=row.logs,
+        traffic=_traffic(row),
     )
+
+
+def _traffic(row: StepRow) -> Traffic | None:
+    """Of a step, without its flows, which the store keeps apart."""
+    if row.exchange is None:
+        return None
+    return Traffic(operations=row.operations or 0, exchange=row.exchange, exposed=row.exposed or 0.0)
 
 
 def _start(info: RunInfo) -> ev.RunStarted:

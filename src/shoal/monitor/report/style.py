@@ -88,6 +88,11 @@ th { font-weight: 400; color: var(--soft); width: 36%; }
 thead th { font-size: 12px; } td.origin { color: var(--soft); } td.flag { color: var(--c1); font-weight: 600; }
 td.script { color: var(--accent); font-weight: 600; }
 .settings th { width: 34%; } .settings .value { width: auto; } .settings .from { width: 64px; }
+.columns { table-layout: auto; font-variant-numeric: tabular-nums; } .columns th { width: auto; }
+.columns td, .columns th { overflow-wrap: normal; } .number { text-align: right; white-space: nowrap; }
+.columns tr > :last-child { padding-right: 0; }
+.two.traffic { margin-top: 0; gap: 10px 32px; } .wide { overflow-x: auto; min-width: 0; } .traffic th { width: 26%; }
+.traffic .columns th { width: auto; }
 .events { list-style: none; margin: 0; padding: 0; font-size: 13.5px; }
 .events li { display: grid; grid-template-columns: 88px 84px 96px minmax(0, 1fr); gap: 0 10px; padding: 5px 0;
   border-top: 1px solid var(--grid); font-variant-numeric: tabular-nums; }
@@ -100,7 +105,7 @@ footer { color: var(--soft); font-size: 12.5px; margin-top: 20px; }
   main { padding: 18px 12px 28px; } h1 { font-size: 22px; } .card, .chart { padding: 13px 12px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; } .tile b { font-size: 18px; }
   .events li { grid-template-columns: auto auto 1fr; } .events li > :last-child { grid-column: 1 / -1; }
-  .plot { margin-right: 10px; } }
+  .plot { margin-right: 10px; } .columns { font-size: 12px; } .columns td, .columns th { padding-right: 6px; } }
 @media print { body { background: #fff; } .trace { max-height: none; }
   .trace pre { width: auto; white-space: pre-wrap; } .card, .chart { break-inside: avoid; } }
 """

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import shlex
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,12 @@ import msgspec
 
 from shoal.core import events as ev
 from shoal.core.settings import SCRIPT, Setting
+from shoal.core.traffic import Traffic, together
+from shoal.monitor.report.moments import Kept, Moment
 from shoal.monitor.report.replay import replayed
 from shoal.monitor.report.series import Series
+from shoal.monitor.resuming import stored_resume_command
+from shoal.monitor.traffic import Account, measured, settled_words, step_seconds
 from shoal.monitor.wording import counted
 from shoal.store.values import COMPLETE, FAILED, RUNNING, CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
 
@@ -27,39 +29,6 @@ MOST_TEXT = 500
 MOST_TRACEBACK = 100_000
 _ROUTINE = ("evaluation", "checkpoint", "best")
 PARTS = ("compute", "exchange", "data", "eval", "checkpoint", "idle")
-
-
-class Moment(msgspec.Struct):
-    """Something worth listing. `kind`: start, resume, notice, evaluation, checkpoint, best, end or failure."""
-
-    time: float
-    step: int
-    kind: str
-    text: str
-    times: int = 1
-    order: int = 0
-    """Of arrival."""
-
-
-class Kept:
-    """The first and the last moments of many; those between are counted."""
-
-    def __init__(self, most: int) -> None:
-        self._early: list[Moment] = []
-        self._late: deque[Moment] = deque(maxlen=most // 2)
-        self._most_early = most - most // 2
-        self.left_out = 0
-
-    def add(self, moment: Moment) -> None:
-        if len(self._early) < self._most_early:
-            self._early.append(moment)
-            return
-        self.left_out += len(self._late) == self._late.maxlen
-        self._late.append(moment)
-
-    def __iter__(self) -> Iterator[Moment]:
-        yield from self._early
-        yield from self._late
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -106,6 +75,12 @@ class Summary:
         self.ended: float | None = None
         self.stored_seconds = self._seconds_before = 0.0
         self.stored_bytes = self._bytes_before = 0
+        self.sent: dict[int, int] = {}
+        """Bytes by worker, since the last start."""
+        self._stored_traffic = self._traffic_before = Traffic()
+        self.settled: ev.ExchangeSettled | None = None
+        self.exchange, self.exposed = Series(), Series()
+        """Milliseconds of worker 0 in each step."""
         self.loss, self.rate, self.norm, self.throughput = Series(), Series(), Series(), Series()
         self.logs: dict[str, Series] = {}
         self.evaluations: dict[str, Series] = {}
@@ -133,6 +108,9 @@ class Summary:
             kind = "best" if event.best else "checkpoint"
             self._count("checkpoint", event.step, when, self.in_folder(event.path), shown_as=kind)
             self.last_checkpoint = event.path
+        elif isinstance(event, ev.ExchangeSettled):
+            self.settled = event
+            self._keep(Moment(when, event.step, "exchange", settled_words(event)[:MOST_TEXT]))
         elif isinstance(event, ev.Notice):
             self._count("notice", event.step, when, event.text)
         elif isinstance(event, ev.RunFailed):
@@ -144,7 +122,8 @@ class Summary:
         again = bool(self.run_id) and event.run_id == self.run_id
         if again:
             self._seconds_before = self.seconds_until(self.ended or self._last_heard())
-            self._bytes_before += self._bytes_since_start()
+            self._bytes_before += sum(self.sent.values())
+            self._traffic_before = together([self._traffic_before, self._traffic_since_start()])
             self._forget_after(event.step)
         else:
             self._reset()
@@ -160,6 +139,8 @@ class Summary:
         self._before = None
         self._timed_steps, self._timed_samples, self._timed_seconds = 0, 0, 0.0
         self.workers.clear()
+        self.sent.clear()
+        self.settled = None
         if again or event.step:
             self._count("resume", event.step, when, f"went on with {counted(event.workers, 'worker')}")
         else:
@@ -171,6 +152,8 @@ class Summary:
             self.rate,
             self.norm,
             self.throughput,
+            self.exchange,
+            self.exposed,
             *self.logs.values(),
             *self.evaluations.values(),
         ):
@@ -186,6 +169,9 @@ class Summary:
             self.norm.add(event.step, elapsed, event.norm)
         for name, value in event.logs.items():
             self._add_named(self.logs, name, event.step, elapsed, value)
+        if event.traffic is not None:
+            self.exchange.add(event.step, elapsed, 1e3 * event.traffic.exchange)
+            self.exposed.add(event.step, elapsed, 1e3 * event.traffic.exposed)
         self._time_step(event, when, elapsed)
 
     def _time_step(self, event: ev.StepDone, when: float, elapsed: float) -> None:
@@ -219,6 +205,7 @@ class Summary:
     def _worker_seen(self, event: ev.WorkerSeen) -> None:
         if event.worker in self.workers or len(self.workers) < MOST_WORKERS:
             self.workers[event.worker] = event
+            self.sent[event.worker] = event.bytes_sent
             self.peak_memory[event.worker] = max(event.memory, self.peak_memory.get(event.worker, 0))
 
     def _failed(self, event: ev.RunFailed, when: float) -> None:
@@ -297,15 +284,31 @@ class Summary:
 
     @property
     def bytes_sent(self) -> int:
-        return max(self.stored_bytes, self._bytes_before + self._bytes_since_start())
+        return max(self.stored_bytes, self._bytes_before + sum(self.sent.values()))
 
-    def _bytes_since_start(self) -> int:
-        return sum(worker.bytes_sent for worker in self.workers.values())
+    def _traffic_since_start(self) -> Traffic:
+        return together([worker.traffic for worker in self.workers.values()])
+
+    @property
+    def account(self) -> Account:
+        """Of the traffic. Empty for one worker, and where nothing is known of it."""
+        since = self._traffic_since_start()
+        return Account(
+            total=max(self._stored_traffic, together([self._traffic_before, since]), key=lambda total: total.bytes),
+            since=since,
+            workers=len(self.workers),
+            steps=self.step - self.start_step,
+            seconds=sum(step_seconds(worker.seconds) for worker in self.workers.values()),
+            waited=sum(worker.seconds.get("exchange", 0.0) for worker in self.workers.values()),
+            settled=self.settled,
+        )
 
     @property
     def bytes_per_step(self) -> float | None:
+        """Of all workers since the last start, without what was sent once to measure."""
         steps = self.step - self.start_step
-        return self._bytes_since_start() / steps if steps > 0 else None
+        lasting = sum(self.sent.values()) - measured(self._traffic_since_start())
+        return lasting / steps if steps > 0 else None
 
     @property
     def slowest(self) -> tuple[int, float] | None:
@@ -355,8 +358,9 @@ class Summary:
         for event in replayed(info, steps, events, checkpoints):
             summary(event)
         for row in workers:
-            seen = {name: getattr(row, name) for name in row.__struct_fields__}
+            seen = {name: getattr(row, name) for name in row.__struct_fields__ if name != "bytes_sent"}
             summary(ev.WorkerSeen(step=info.step, time=info.updated, **seen))
+            summary.sent[row.worker] = row.bytes_sent  # known also of runs that kept no account
         summary._correct(info)
         return summary
 
@@ -365,13 +369,12 @@ class Summary:
         self.outcome, self.step, self.config = info.status, info.step, dict(info.config) or self.config
         self.ended = info.ended or (None if info.status == RUNNING else info.updated)
         self.error, self.traceback = info.error or "", shortened(info.traceback or "", MOST_TRACEBACK)
-        self.stored_seconds, self.stored_bytes = info.seconds, info.bytes_sent
+        self.stored_seconds, self.stored_bytes, self._stored_traffic = info.seconds, info.bytes_sent, info.traffic
         self.metrics = dict(info.metrics) or self.metrics
         self.final_loss = info.loss if info.status == COMPLETE else self.final_loss
         self.counts["resume"] = max(self.counts["resume"], info.resumes)
         self.environment, self.git_commit, self.version = dict(info.environment), info.git_commit, info.version
-        if info.script:
-            self.resume_command = f"shoal run {shlex.quote(info.script)} --resume {info.id}"
+        self.resume_command = stored_resume_command(info)
 
 
 def as_setting(value: Any) -> Setting:

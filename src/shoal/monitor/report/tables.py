@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.core.settings import FLAG, SCRIPT, Setting
@@ -25,6 +25,21 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     found = (f"<tr><th>{escape(cut(key, 80))}</th><td>{escape(value)}</td></tr>" for key, value in rows)
     return (
         f"<table><tbody>{''.join(within(found, MOST_TABLE, '<tr><td colspan=2>… and more</td></tr>'))}</tbody></table>"
+    )
+
+
+def columns_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, words: int) -> str:
+    """Rows under titles; all columns but the first `words` are of numbers."""
+    looks = [""] * words + [' class="number"'] * (len(titles) - words)
+    head = "".join(f"<th{look}>{escape(title)}</th>" for look, title in zip(looks, titles, strict=True))
+    found = (
+        f"<tr>{''.join(f'<td{look}>{escape(cut(cell, 80))}</td>' for look, cell in zip(looks, row, strict=True))}</tr>"
+        for row in rows
+    )
+    rest = f"<tr><td colspan={len(titles)}>… and more</td></tr>"
+    return (
+        f'<table class="columns"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(within(found, MOST_TABLE, rest))}</tbody></table>"
     )
 
 

@@ -12,7 +12,8 @@ from shoal.monitor.display.outlet import in_notebook
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Summary
 from shoal.monitor.report.words import balance_words, memory_words, outcome_words
-from shoal.monitor.wording import clean, counted, duration, figure, one_line, percent, size
+from shoal.monitor.traffic import exchange_words, sent_words
+from shoal.monitor.wording import clean, counted, duration, figure, one_line, percent, size, times
 from shoal.store.values import COMPLETE, FAILED, RUNNING, STOPPED
 
 BAR_WIDTH = 30
@@ -24,7 +25,7 @@ MOST_LINE = 300
 
 _SIGNS = dict(zip(PARTS, "█▓▒░▚·", strict=True))
 _PLAIN_SIGNS = dict(zip(PARTS, "#=~ec.", strict=True))
-_PLAIN = str.maketrans("–·…", "-|.")
+_PLAIN = str.maketrans("–·…µ", "-|.u")
 _STYLES = dict(zip(PARTS, ("blue", "yellow", "red", "cyan", "magenta", "bright_black"), strict=True))
 
 
@@ -73,6 +74,8 @@ def _lines(summary: Summary, signs: dict[str, str], room: int) -> Iterator[tuple
         yield "Time", _bar(summary.shares, signs, room)
     if summary.bytes_sent:
         yield "Sent", Text(_sent(summary))
+    if summary.account and (words := exchange_words(summary.account)):
+        yield "Exchange", Text(_one_line(words))
     if summary.workers:
         yield "Workers", Text(_workers(summary))
     if summary.counts["notice"]:
@@ -125,7 +128,7 @@ def _speed(summary: Summary) -> str:
     if summary.speedup is not None and summary.efficiency is not None and summary.baseline is not None:
         against = "one worker" if summary.baseline.workers == 1 else counted(summary.baseline.workers, "worker")
         text += (
-            f" · {summary.speedup:.2f} times {against} (efficiency {percent(summary.efficiency)}, "
+            f" · {times(summary.speedup, 3)} times {against} (efficiency {percent(summary.efficiency)}, "
             f"against {_one_line(summary.baseline.run_id)})"
         )
     return text
@@ -162,6 +165,8 @@ def cells_of(shares: dict[str, float], width: int) -> dict[str, int]:
 
 def _sent(summary: Summary) -> str:
     total = f"{size(summary.bytes_sent)} in all"
+    if summary.account:
+        total += f": {_one_line(sent_words(summary.account))}"
     if not summary.bytes_per_step:
         return total
     return f"{size(summary.bytes_per_step)} per step, {total}"
