@@ -256,6 +256,8 @@ def wrong_in(command: Command, line: Any) -> str | None:
         owner, rest = line, [name, *rest]
     elif name in line.commands:
         owner = line.commands[name]
+        while rest and rest[0] in getattr(owner, "commands", {}):
+            owner, rest = owner.commands[rest[0]], rest[1:]
     else:
         return f"{command}: there is no command {name!r}"
     known = {"-h", "--help"} | {name for each in owner.params for name in [*each.opts, *each.secondary_opts]}
