@@ -68,6 +68,7 @@ test: lint
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/kill.py --rounds 100 --ordering 60
+	$(BIN)/python -m pytest -q -m slow
 
 # In an environment of its own: the libraries we compare with stay out of .venv. About half an hour, on an idle machine;
 # what needs a lab needs root.
