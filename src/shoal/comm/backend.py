@@ -136,16 +136,18 @@ class BackendGroup:
             except GroupError as error:
                 trouble = str(error)
             except BaseException as error:
-                self._give_up(f"{type(error).__name__} interrupted a {what} over the group")
+                self.give_up(f"{type(error).__name__} interrupted a {what} over the group")
                 raise
-            self._give_up(trouble)
+            self.give_up(trouble)
         raise GroupError(self._broken)
 
-    def _give_up(self, why: str) -> None:
-        self._broken = why
-        self.cut()
-        _keep_forever(self._control)
-        self.close()
+    def give_up(self, why: str) -> None:
+        """The group is broken. Peers are told, and nobody waits for operations under way, not even the destructor."""
+        if not self._broken:
+            self._broken = why
+            self._connections.end()
+            _keep_forever(self._control)
+            self.close()
 
     def _wait(self, work: Any) -> None:
         """In slices, so that signal handlers run, and that a death which gloo overlooked is seen (about 1 in 100)."""
@@ -171,10 +173,6 @@ class BackendGroup:
     def lost_peer(self) -> bool:
         """Whether the connection to a peer has ended; gloo is told of that too, but may not tell those who wait."""
         return self._connections.any_ended()
-
-    def cut(self) -> None:
-        """End the connections: peers that wait for this member are told, whoever still holds gloo's group here."""
-        self._connections.end()
 
     def _link_to(self, peer: int) -> str:
         return LOOPBACK if self.hosts[peer % self.size] == self.hosts[self.rank] else NETWORK

@@ -81,7 +81,7 @@ class _HostGroup(ShmGroup):
             if number:
                 self.account.begun(0)
             works.append(super()._start(piece, kind))
-        return _Pieces(works, self._shared)
+        return _Pieces(works)
 
     def _add(self, work: Sum, wait: bool) -> bool:
         """Add this member's part once all of the host are ready."""
@@ -195,7 +195,7 @@ class HierarchicalGroup:
         if across is not None:
             across.account, across.counts = self.account, 0
             across.patience = self._host.await_hosts
-            shared.on_break.append(across.cut)
+            shared.on_break.append(lambda: across.give_up("the host broke"))
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         return self._host.buffer(numel, dtype, device)
@@ -273,18 +273,11 @@ class HierarchicalGroup:
 
 
 class _Pieces:
-    """The pieces of a sum in place. What breaks between hosts breaks the host as well."""
+    """The pieces of a sum in place."""
 
-    def __init__(self, works: Sequence[Work], shared: Shared) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
-        self._shared = shared
 
     def wait(self) -> None:
-        trouble = ""
-        try:
-            for work in self._works:
-                work.wait()
-        except GroupError as error:
-            trouble = str(error)
-        if trouble:
-            self._shared.break_up(trouble)
+        for work in self._works:
+            work.wait()
