@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal import ExchangeSettled, Trainer
+from shoal import ExchangeSettled, StepDone, Trainer
 from shoal.comm.buckets import Buckets
+from shoal.core.traffic import KINDS
 from shoal.syncs import allreduce
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import reference_fit, relative_difference
@@ -434,3 +435,14 @@ def test_sample_counts_logs_and_seconds_of_the_result() -> None:
     steps = [event for event in events if type(event).__name__ == "StepDone"]
     assert [event.step for event in steps] == list(range(1, 9))
     assert all(event.logs["tokens"] > 0 for event in steps)
+
+
+def test_gradients_of_deterministic_runs_are_counted_as_gradients() -> None:
+    events: list[Any] = []
+    Trainer(
+        mlp(), entropy, sgd, classes(), batch_size=48, steps=3, workers=2, deterministic=True, callbacks=[events.append]
+    ).fit()
+    steps = [event.traffic for event in events if isinstance(event, StepDone)]
+    sent = {kind: sum(flow.bytes for step in steps for flow in step.flows if flow.kind == kind) for kind in KINDS}
+    size = 4 * sum(param.numel() for param in mlp().parameters())
+    assert sent["gradient"] >= len(steps) * size and sent["control"] < size, sent
