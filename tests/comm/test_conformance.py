@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Done, Group, SoloGroup, Work
+from shoal.testing.conformance.life import OPERATIONS, raises
 from shoal.testing.departures import STORIES, check_departure
 from shoal.testing.groups import CASES, CaseFailed, check_group
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.ranks import RanksFailed, run_ranks
+from shoal.testing.revocations import REVOKED_WITHIN, WHY, check_revocation
+from shoal.testing.revocations import STORIES as REVOCATIONS
 
 LEFT_OUT = {
     "gloo": set[str](),
@@ -82,6 +86,61 @@ def test_all_others_notice_a_departure(place: Place, name: str) -> None:
 @pytest.mark.parametrize("name", STORIES)
 def test_whoever_it_is_that_departs(place: Place, name: str, size: int, victim: int) -> None:
     check_departure(lambda size, fn, *, mortal: place.run(size, fn, mortal=mortal), name, size, victim)
+
+
+@pytest.mark.parametrize("name", REVOCATIONS)
+def test_whoever_is_revoked_raises_at_once_and_the_others_see_it_leave(place: Place, name: str) -> None:
+    away = 2 * (list(REVOCATIONS).index(name) % 2)
+
+    def run(size: int, fn: Callable[[Group], Any]) -> list[Any]:
+        return place.run(size, fn, deadline=8.0)
+
+    # on a machine that is busy with other things a thread may wait for its turn: once must be quick
+    assert any(check_revocation(run, name, 3, away) <= REVOKED_WITHIN for _ in range(4))
+
+
+def test_a_group_that_was_revoked_before_any_operation(place: Place) -> None:
+    def fn(group: Group) -> list[str]:
+        group.revoke("not wanted")
+        said = [raises(partial(operation, group)) for operation in OPERATIONS.values()]
+        said.append(raises(lambda: group.buffer(1000, torch.float32)))
+        group.close()
+        return said
+
+    assert place.run(3, fn) == [["not wanted"] * (len(OPERATIONS) + 1)] * 3
+
+
+def test_a_group_of_one_can_be_revoked() -> None:
+    group = SoloGroup()
+    group.revoke("not wanted")
+    group.revoke("something else")
+    assert {raises(partial(operation, group)) for operation in OPERATIONS.values()} == {"not wanted"}
+    assert raises(lambda: group.buffer(1000, torch.float32)) == "not wanted"
+
+
+@pytest.mark.parametrize(
+    ("fared", "trouble"),
+    [
+        ({"said": ""}, "noticed nothing"),
+        ({"seconds": 1.5}, "raised after 1.50 s"),
+        ({"later": ["", WHY]}, ".*but not every later operation raised"),
+        ({"calls": 2.0}, "revoke took 2.000 s"),
+        ({"said": "it broke"}, "raised 'it broke', then"),
+    ],
+)
+def test_a_revocation_that_goes_wrong_is_found(fared: dict[str, Any], trouble: str) -> None:
+    well = {
+        "revoked": True,
+        "reason": WHY,
+        "said": WHY,
+        "seconds": 0.1,
+        "calls": 0.0,
+        "later": [WHY],
+        "later_seconds": 0.0,
+    }
+    with pytest.raises(AssertionError, match=f"member 1 of 2, 0 away: {trouble}"):
+        check_revocation(lambda size, fn: [well, well | fared], "all_are_revoked", 2, 0)
+    assert check_revocation(lambda size, fn: [well, well], "all_are_revoked", 2, 0) == 0.1
 
 
 # -- the suite itself --------------------------------------------------------------------------------------------------

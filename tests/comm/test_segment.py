@@ -175,3 +175,12 @@ def test_no_room_is_an_error_at_once_and_leaves_nothing() -> None:
     with pytest.raises(OSError):
         segment.create("big", free.f_blocks * free.f_frsize * 2)
     assert not named()
+
+
+def test_what_is_larger_than_the_room_left_takes_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(segment.os, "posix_fallocate", lambda descriptor, at, size: taken.append(size))
+    free = os.statvfs(segment.FOLDER)
+    with pytest.raises(OSError, match="No space left"):
+        segment.create("big", free.f_blocks * free.f_frsize + 4096)
+    assert not taken

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from shoal.comm.topology import Place, _knock, host_identity, own_address
+from shoal.comm.choose import make_group
+from shoal.comm.group import Group, SoloGroup
+from shoal.comm.topology import HostsApart, Place, _Answer, _knock, host_identity, own_address
 from shoal.core.errors import GroupError
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.ranks import RanksFailed, run_ranks
@@ -25,10 +29,12 @@ def test_a_name_without_an_address() -> None:
 
 def test_what_is_said_of_a_host_that_does_not_answer() -> None:
     here = Place(0, "a", "127.0.0.1")
-    said = _knock(here, [(Place(1, "b", "127.0.0.1"), 1)])
+    answer = _knock(here, [(Place(1, "b", "127.0.0.1"), 1)], 1.0)
+    said = answer.said
+    assert answer.missed == [1]
     assert said.startswith("127.0.0.1 (host b) cannot be reached from 127.0.0.1 (host a): ")
     assert "firewalls" in said
-    assert _knock(here, []) == ""
+    assert _knock(here, [], 1.0) == _Answer()
 
 
 @needs_lab
@@ -43,7 +49,7 @@ def test_hosts_of_a_lab_are_told_apart_by_what_they_share_not_by_name() -> None:
 def test_a_host_that_cannot_be_reached_is_named_with_its_address(
     collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.comm.topology._REACH_SECONDS", 1.0)
+    monkeypatch.setitem(make_group.__kwdefaults__, "reach", 1.0)
     with Lab(hosts=2) as lab:
         lab.cut(lab.hosts[1])
         with pytest.raises(RanksFailed) as caught:
@@ -53,4 +59,36 @@ def test_a_host_that_cannot_be_reached_is_named_with_its_address(
         assert f"rank {rank}: " in str(caught.value)
     there, here = f"{second.address} (host {second.name})", f"{first.address} (host {first.name})"
     assert f"{there} cannot be reached from {here}" in str(caught.value)
-    assert str(caught.value).count("GroupError: ") == 4
+    assert str(caught.value).count("HostsApart: ") == 4
+
+
+class Nobody(SoloGroup):
+    """What a worker has whose hosts are apart."""
+
+    def __init__(self, apart: HostsApart) -> None:
+        super().__init__()
+        self.pairs = [list(pair) for pair in apart.pairs]
+        self.said = str(apart)
+
+
+@needs_lab
+@pytest.mark.parametrize("collective", ["gloo", "hierarchical"])
+def test_all_workers_learn_who_cannot_reach_whom(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a host that reaches all others."""
+
+    def meet(*args: Any, **kwargs: Any) -> Group:
+        try:
+            return make_group(*args, **kwargs, reach=0.5)
+        except HostsApart as apart:
+            return Nobody(apart)
+
+    def told(group: Group) -> list[Any]:
+        return [group.pairs, group.said] if isinstance(group, Nobody) else []
+
+    monkeypatch.setattr("shoal.testing.ranks.make_group", meet)
+    with Lab(hosts=3) as lab:
+        assert run_ranks(5, told, lab=lab, collective=collective) == [[]] * 5
+        lab.cut(lab.hosts[0], lab.hosts[2])
+        answers = run_ranks(5, told, lab=lab, collective=collective)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0][0] == [[0, 4], [1, 4]]

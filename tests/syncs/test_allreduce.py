@@ -155,3 +155,36 @@ def test_members_with_other_models_have_other_digests(by_atom: bool) -> None:
 
     (same, other), (same_there, other_there) = run_ranks(2, fn)
     assert same == same_there and other != other_there
+
+
+def test_what_was_settled_is_handed_on_to_the_next_exchange() -> None:
+    def fn(group: Group) -> list[Any]:
+        layers = net()
+        params = list(layers.named_parameters())
+        first = make_exchange(group, params, by_atom=False)
+        assert first.knowledge() is None
+        for step in range(8):
+            one_step(first, group, layers, step, 4)
+        knowledge = first.knowledge()
+        assert knowledge is not None
+        first.close()
+        second = make_exchange(group, params, by_atom=False, knowledge=knowledge)
+        assert second.settled() == first.settled() and second.knowledge() == knowledge
+        assert make_exchange(group, params[1:], by_atom=False, knowledge=knowledge).settled() is None
+        left: list[int] = []
+        second.on_bucket = lambda: left.append(1)
+        one_step(second, group, layers, 0, 4)
+        assert left
+        return [knowledge, make_exchange(group, params, by_atom=True, knowledge=knowledge).knowledge()]
+
+    first, second = run_ranks(2, fn)
+    assert first == second and first[1] is None
+
+
+def test_the_tree_says_when_something_leaves() -> None:
+    layers, left = net(), list[int]()
+    for exchange in (make_exchange(SoloGroup(), list(layers.named_parameters()), by_atom=by) for by in (True, False)):
+        assert exchange.on_bucket is None
+        exchange.on_bucket = lambda: left.append(1)
+        one_step(exchange, SoloGroup(), layers, 0, 3)
+        assert len(left) == 4, "one for each dtype and one for the vectors; alone, nothing leaves"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from shoal.comm.account import Account
 from shoal.comm.connections import Connections
-from shoal.comm.group import CPU, bytes_of, numbers_of
+from shoal.comm.graves import bury, keep_until_complete
+from shoal.comm.group import CPU, REVOKED, bytes_of, numbers_of
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, NETWORK
 
-_SLICE = timedelta(milliseconds=50)
-"""How long to wait at a time before looking whether the peers are still connected."""
+_SLICE = timedelta(milliseconds=20)
+"""How long to wait at a time before looking whether the peers are still connected, and the group still wanted."""
+_LOOKS = 3
+"""How often in a row a connection must be seen ended: gloo may be about to tell why."""
 
 
 class BackendWork:
@@ -42,6 +45,7 @@ class BackendWork:
             self._group.guarded(self._what, lambda: self._patience(self._work))
         finally:
             self._work = None  # it keeps the backend, and with it the sockets
+            self._group.forget_completed()
             account.leave()
             account.done()
 
@@ -72,8 +76,11 @@ class BackendGroup:
         self._device = device
         self._connections = connections or Connections()
         self._broken = ""
+        self._revoked = ""
+        self._under_way: deque[Any] = deque()
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        self._refuse_broken()
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
@@ -84,9 +91,7 @@ class BackendGroup:
         steps = 2 * (self.size - 1)
         self.account.sent(kind, self._link_to(self.rank - 1), steps * buffer.nbytes // self.size, steps)
         backend, numbers = self._for(buffer), numbers_of(buffer)
-        self.account.begun(self.counts)
-        work = self.guarded("sum", lambda: backend.allreduce([numbers]))
-        return BackendWork(work, "sum", self, self._patience(backend))
+        return self._started("sum", backend, lambda: backend.allreduce([numbers]))
 
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
         # gloo's own reduce_scatter takes 1.5 to 3 times as long as its all-reduce
@@ -117,19 +122,38 @@ class BackendGroup:
     def descriptors(self) -> Iterable[int]:
         return tuple(self._connections.descriptors())
 
+    def revoke(self, why: str) -> None:
+        if not self._revoked and not self._broken:
+            self._revoked = why or REVOKED
+            self._connections.end()  # gloo notices at once, here and at the peers
+
     def close(self) -> None:
+        if self._revoked:
+            self.give_up(self._revoked)
         self._control = self._device = None
+        bury()
 
     def _through(self, what: str, backend: Any, start: Callable[[Any], Any]) -> None:
+        self._started(what, backend, lambda: start(backend)).wait()
+
+    def _started(self, what: str, backend: Any, start: Callable[[], Any]) -> BackendWork:
         self.account.begun(self.counts)
-        work = self.guarded(what, lambda: start(backend))
-        BackendWork(work, what, self, self._patience(backend)).wait()
+        work = self.guarded(what, start)
+        if backend is self._control:
+            self._under_way.append(work)
+        return BackendWork(work, what, self, self._patience(backend))
+
+    def forget_completed(self) -> None:
+        """Works end in the order in which they began, but for those of a group that breaks."""
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
 
     def _patience(self, backend: Any) -> Callable[[Any], None]:
         return self.patience if backend is self._control else _wait_for_stream
 
     def guarded(self, what: str, call: Callable[[], Any]) -> Any:
         """What `call` returns. If it breaks, so does the group: its sockets close, and peers that wait notice."""
+        self._refuse_broken()
         if not self._broken:
             try:
                 return guarded(what, call)
@@ -144,10 +168,17 @@ class BackendGroup:
     def give_up(self, why: str) -> None:
         """The group is broken. Peers are told, and nobody waits for operations under way, not even the destructor."""
         if not self._broken:
-            self._broken = why
+            self._broken = self._revoked or why
             self._connections.end()
-            _keep_forever(self._control)
-            self.close()
+            keep_until_complete(self._control, self._under_way)
+            self._control = self._device = None
+            self._under_way = deque()
+
+    def _refuse_broken(self) -> None:
+        if self._revoked:
+            self.give_up(self._revoked)
+        if self._broken:
+            raise GroupError(self._broken)
 
     def _wait(self, work: Any) -> None:
         """In slices, so that signal handlers run, and that a death which gloo overlooked is seen (about 1 in 100)."""
@@ -161,8 +192,10 @@ class BackendGroup:
                     break
                 if "timed out" not in str(error).lower():
                     raise
+            if self._revoked:
+                self.abandon()
             gone = gone + 1 if self.lost_peer() else 0
-            if gone > 1:
+            if gone > _LOOKS:
                 self.abandon()
         work.wait()
 
@@ -187,11 +220,6 @@ class BackendGroup:
 def _wait_for_stream(work: Any) -> None:
     """NCCL's works: the stream waits, not this thread."""
     work.wait()
-
-
-def _keep_forever(backend: Any) -> None:
-    """Gloo's destructor waits for operations under way, and one that overlooked a death would keep it waiting."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def _children(rank: int, size: int) -> list[int]:
@@ -226,6 +254,7 @@ def make_gloo(store: Any, rank: int, size: int, *, timeout: timedelta, host: str
 
     It listens at the address of `host`, or where this machine's name points if it is None.
     """
+    bury()
     distributed: Any = import_module("torch.distributed")
     gloo = distributed.ProcessGroupGloo
     made: list[Any] = []
@@ -239,7 +268,7 @@ def make_gloo(store: Any, rank: int, size: int, *, timeout: timedelta, host: str
     opened: Connections = guarded("meeting", lambda: Connections.opened_by(meet))
     mine = opened.ports()
     store.set(f"gloo-ports/{rank}", ",".join(map(str, mine)).encode())
-    told = [store.get(f"gloo-ports/{member}").decode().split(",") for member in range(size)]
+    told = [text.decode().split(",") for text in store.multi_get([f"gloo-ports/{member}" for member in range(size)])]
     return made[0], opened.between(mine, {int(port) for ports in told for port in ports if port})
 
 

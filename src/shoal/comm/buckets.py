@@ -12,7 +12,7 @@ size of the buckets, and all members lay them anew. If it is not clear that this
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import CPU, Group, Work
+from shoal.comm.knowledge import digest_of, fitting, note
 from shoal.comm.measure import measure
 from shoal.comm.plan import SMALLEST, UNDIVIDED, Choice, Costs, Gradient, Settled, choose, lay, parts, settle
 from shoal.comm.watch import Trial, Watch
@@ -80,11 +81,17 @@ class Buckets:
 
     In each step: `open()`, then backward passes with `arm()` called before the last one, then `finish(tail)`. All
     members open and finish the same steps; both are operations of the group, and whatever uses the group meanwhile must
-    be in the same order on all members. `cap` (bytes of a bucket) is found by measurement unless it is given.
+    be in the same order on all members. `cap` (bytes of a bucket) is found by measurement unless it is given, or known:
+    `knowledge` is what earlier buckets of the same parameters said, the same bytes on all members.
     """
 
     def __init__(
-        self, group: Group, params: Sequence[tuple[str, nn.Parameter]], tail: int, cap: int | None = None
+        self,
+        group: Group,
+        params: Sequence[tuple[str, nn.Parameter]],
+        tail: int,
+        cap: int | None = None,
+        knowledge: bytes | None = None,
     ) -> None:
         self._group = group
         self._names = [name for name, _ in params]
@@ -106,6 +113,13 @@ class Buckets:
         self._memory: dict[_Kind, Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._stale = True
+        self.on_bucket: Callable[[], None] | None = None
+        """Called on the group's thread just before a bucket leaves."""
+        self._about = digest_of(params, self._given_cap)
+        known = fitting(knowledge, self._about, len(self._params))
+        if known is not None:
+            self._watch, self._settled = None, known.settled
+            self._cap, self._order, self._often = known.cap, known.order, set(known.often)
 
     @property
     def digest(self) -> bytes:
@@ -117,6 +131,11 @@ class Buckets:
     def settled(self) -> Settled | None:
         """What was measured and decided; None until then."""
         return self._settled
+
+    def knowledge(self) -> bytes | None:
+        """What later buckets of the same parameters, over another group, can start with; None until it is settled."""
+        settled = self._settled
+        return None if settled is None else note(self._about, self._cap, self._order, self._often, settled)
 
     # -- layout --------------------------------------------------------------------------------------------------------
 
@@ -250,6 +269,8 @@ class Buckets:
             self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:
+        if self.on_bucket is not None:
+            self.on_bucket()
         views, grads = [], []
         for number, view in zip(bucket.numbers, bucket.views, strict=True):
             param = self._params[number]
@@ -366,12 +387,17 @@ class Buckets:
         result: list[float] = told[1 + 2 * count :].view(torch.float64).tolist()
         return result
 
-    def close(self) -> None:
-        """Let go of the parameters and of the memory; gradients that show it keep it."""
+    def close(self, *, with_group: bool = False) -> None:
+        """Let go of the parameters and of the memory; gradients that show it keep it.
+
+        `with_group`: the group is closed next, and does with its memory what it will.
+        """
         self._unhook()
-        for memory in self._memory.values():
-            self._group.release(memory)
-        self._memory = {}
+        if not with_group:
+            for memory in self._memory.values():
+                self._group.release(memory)
+        self._memory, self._buckets, self._place, self._own_tail = {}, [], {}, None
+        self._stale = True
 
     def _unhook(self) -> None:
         for hook in self._hooks:

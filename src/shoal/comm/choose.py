@@ -13,8 +13,9 @@ from shoal.comm.group import Group, SoloGroup
 from shoal.comm.hierarchy import HierarchicalGroup
 from shoal.comm.shm.group import ShmGroup
 from shoal.comm.shm.meeting import meet as meet_in_memory
+from shoal.comm.shm.memory import drop_spare
 from shoal.comm.shm.shared import Shared
-from shoal.comm.topology import Place, refuse_unreachable, where_all_are
+from shoal.comm.topology import REACH_SECONDS, Place, refuse_unreachable, where_all_are
 from shoal.core.errors import ConfigError
 from shoal.core.spec import check_collective
 
@@ -53,35 +54,42 @@ def make_group(
     collective: str = "auto",
     run: str = "",
     warn: Callable[[str], None] = lambda text: None,
+    reach: float = REACH_SECONDS,
 ) -> Group:
     """Meet the other members through `store` (a `torch.distributed.Store`).
 
     Gloo listens at the address of `host`, or where this machine's name points if it is None. `run` names the segments
-    of shared memory. Where shared memory cannot be had, `warn` is told why, and gloo is used.
+    of shared memory. Where shared memory cannot be had, `warn` is told why, and gloo is used. Raises `GroupError` if
+    the store does, and `HostsApart` if hosts do not answer each other within `reach` seconds.
     """
     check_collective(collective)
     if size == 1:
+        drop_spare()
         return SoloGroup()
-    group: Group = guarded(
-        "meeting",
-        lambda: _meet(store, rank, size, device, timeout=timeout, host=host, collective=collective, run=run, warn=warn),
-    )
+
+    def meet() -> Group:
+        places = where_all_are(store, rank, size, host)
+        return _meet(store, rank, places, device, collective, run, timeout=timeout, warn=warn, reach=reach)
+
+    group: Group = guarded("meeting", meet)
+    if group.collective not in ("shm", "hierarchical"):
+        drop_spare()
     return group
 
 
 def _meet(
     store: Any,
     rank: int,
-    size: int,
+    places: Sequence[Place],
     device: torch.device,
-    *,
-    timeout: timedelta,
-    host: str | None,
     collective: str,
     run: str,
+    *,
+    timeout: timedelta,
     warn: Callable[[str], None],
+    reach: float,
 ) -> Group:
-    places = where_all_are(store, rank, size, host)
+    size = len(places)
     hosts = [place.host for place in places]
     chosen, reason = choose(collective, device.type, hosts)
     shared: Shared | None = None
@@ -96,7 +104,7 @@ def _meet(
     if chosen == "shm" and shared is not None:
         return ShmGroup(shared, run, warn, reason)
     try:
-        refuse_unreachable(store, rank, places)
+        refuse_unreachable(store, rank, places, reach)
         if shared is not None:
             across = _ring(store, rank, places, timeout) if shared.rank == 0 else None
             return HierarchicalGroup(rank, hosts, shared, across, run=run, warn=warn, reason=reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -62,12 +63,21 @@ class Connections:
         return len(still) < len(self._sockets) or bool(look.poll(0))
 
     def end(self) -> None:
-        """End all connections, so that whoever waits at their other end is told."""
-        for descriptor in self.descriptors():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        """End all connections, so that whoever waits at either end is told. From any thread."""
+        for descriptor, identity in self._sockets.items():
+            with suppress(OSError), _copy_of(descriptor, identity) as connection:
                 # not the listener: gloo ends the process if that goes
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _copy_of(descriptor: int, identity: int) -> socket.socket:
+    """Of the socket that was meant. OSError if the number means something else by now."""
+    copy = os.dup(descriptor)
+    if os.fstat(copy).st_ino != identity:
+        os.close(copy)
+        raise OSError(errno.EBADF, "not the socket that it was")
+    return socket.socket(fileno=copy)
 
 
 def _sockets() -> dict[int, int]:

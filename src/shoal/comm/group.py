@@ -11,6 +11,8 @@ The contract, which `shoal.testing.groups` checks for every implementation:
 - *Errors.* If a member dies or leaves, whatever the others wait for, now or later, raises `GroupError` on each of them
   within a second, and nothing of the group is left behind. A group that has raised is broken: every later operation
   raises.
+- *Revocation.* `revoke` breaks the group for its member, from any thread and at any moment, for a reason that only its
+  caller knows. The member's own thread raises `GroupError` with that reason within 50 ms; the others see it leave.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm.account import Account
+from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT
 
 CPU = torch.device("cpu")
+REVOKED = "the group was revoked"
+"""The reason where none is given."""
 
 
 class Work(Protocol):
@@ -78,6 +83,13 @@ class Group(Protocol):
     def descriptors(self) -> Iterable[int]:
         """File descriptors that a forked child must close, so that peers notice this member's death."""
 
+    def revoke(self, why: str) -> None:
+        """Break the group: its thread raises `GroupError(why)` from whatever it waits for, now or later.
+
+        From any thread, whatever the group's own is doing. Returns at once; only the first time counts, and after
+        `close` it does nothing. Peers see this member as having left.
+        """
+
     def close(self) -> None:
         """Leave. No operation may be under way; peers that still wait for this member raise. Twice is once."""
 
@@ -100,36 +112,49 @@ class SoloGroup:
 
     def __init__(self) -> None:
         self.account = Account()
+        self._revoked = ""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        self._refuse_revoked()
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
         return None
 
     def sum(self, buffer: Tensor, kind: str = GRADIENT) -> Work:
+        self._refuse_revoked()
         return Done()
 
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
+        self._refuse_revoked()
         return buffer[0].clone()
 
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
+        self._refuse_revoked()
         return buffer.unsqueeze(0).clone()
 
     def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
+        self._refuse_revoked()
         return [data]
 
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
-        return None
+        self._refuse_revoked()
 
     def barrier(self) -> None:
-        return None
+        self._refuse_revoked()
 
     def descriptors(self) -> Iterable[int]:
         return ()
 
+    def revoke(self, why: str) -> None:
+        self._revoked = self._revoked or why or REVOKED
+
     def close(self) -> None:
         return None
+
+    def _refuse_revoked(self) -> None:
+        if self._revoked:
+            raise GroupError(self._revoked)
 
 
 def bytes_of(buffer: Tensor) -> Tensor:

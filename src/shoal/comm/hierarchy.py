@@ -52,7 +52,10 @@ class _HostPlan(Plan):
         self.moved = (shared.size - 1 + (shared.rank != 0)) * part
 
     def add_to_first(self) -> None:
+        shared = self._shared
         for first, *others in self.blocks:
+            if shared.revoked:
+                shared.refuse_broken()
             for other in others:
                 first.add_(other)
 
@@ -250,6 +253,11 @@ class HierarchicalGroup:
 
     def descriptors(self) -> Iterable[int]:
         return () if self._across is None else self._across.descriptors()
+
+    def revoke(self, why: str) -> None:
+        self._shared.revoke(why)
+        if self._across is not None:
+            self._across.revoke(why)
 
     def close(self) -> None:
         self._host.close()

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shoal.core.errors import GroupError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHARED = Path("/dev/shm")
-_REACH_SECONDS = 10.0
+REACH_SECONDS = 10.0
 """How long a host may take to answer before it counts as out of reach."""
+
+
+class HostsApart(GroupError):
+    """Hosts that cannot reach each other, as all workers learn it who hear the store."""
+
+    def __init__(self, message: str, pairs: Sequence[tuple[int, int]]) -> None:
+        super().__init__(message)
+        self.pairs = list(pairs)
+        """Workers of which one cannot reach the other, the lower one first: all of the two hosts."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +73,16 @@ def where_all_are(store: Any, rank: int, size: int, host: str | None) -> list[Pl
     """The place of each worker, as all workers see it."""
     mine = [host_identity(), socket.gethostname(), own_address(host)]
     store.set(f"place/{rank}", "\n".join(mine).encode())
-    told = [store.get(f"place/{member}").decode().split("\n") for member in range(size)]
+    told = [text.decode().split("\n") for text in store.multi_get([f"place/{member}" for member in range(size)])]
     numbers: dict[str, int] = {}
     return [Place(numbers.setdefault(host, len(numbers)), name, address) for host, name, address in told]
 
 
-def refuse_unreachable(store: Any, rank: int, places: Sequence[Place]) -> None:
-    """Raises `GroupError`, on every worker, if the first worker of a host cannot connect to that of another."""
+def refuse_unreachable(store: Any, rank: int, places: Sequence[Place], reach: float = REACH_SECONDS) -> None:
+    """Raises `HostsApart`, the same on every worker, if the first worker of a host cannot connect to that of another.
+
+    `reach` is how many seconds the others may take to answer.
+    """
     first = {place.host: worker for worker, place in reversed(list(enumerate(places)))}
     if len(first) == 1:
         return
@@ -75,13 +91,17 @@ def refuse_unreachable(store: Any, rank: int, places: Sequence[Place]) -> None:
         if first[me.host] == rank:
             listener = stack.enter_context(_listener(me.address))
             store.set(f"door/{me.host}", str(listener.getsockname()[1]).encode())
-            others = [
-                (places[worker], int(store.get(f"door/{host}"))) for host, worker in first.items() if host != me.host
-            ]
-            store.set(f"reach/{me.host}", _knock(me, others).encode())
-        troubles = [store.get(f"reach/{host}").decode() for host in first]
-    if any(troubles):
-        raise GroupError("; ".join(filter(None, troubles)))
+            there = [host for host in first if host != me.host]
+            doors = store.multi_get([f"door/{host}" for host in there])
+            others = [(places[first[host]], int(door)) for host, door in zip(there, doors, strict=True)]
+            store.set(f"reach/{me.host}", msgspec.json.encode(_knock(me, others, reach)))
+        told = store.multi_get([f"reach/{host}" for host in first])
+    answers = [msgspec.json.decode(text, type=_Answer) for text in told]
+    apart = {frozenset([host, other]) for host, answer in zip(first, answers, strict=True) for other in answer.missed}
+    if apart:
+        hosts = [place.host for place in places]
+        pairs = [pair for pair in combinations(range(len(places)), 2) if frozenset(hosts[at] for at in pair) in apart]
+        raise HostsApart("; ".join(answer.said for answer in answers if answer.said), pairs)
 
 
 def _listener(address: str) -> socket.socket:
@@ -96,18 +116,36 @@ def _listener(address: str) -> socket.socket:
     return listener
 
 
-def _knock(me: Place, others: Sequence[tuple[Place, int]]) -> str:
-    """Which of the others cannot be reached, for people; empty if all can."""
-    failed = []
-    deadline = time.monotonic() + _REACH_SECONDS
-    for place, port in others:
+class _Answer(msgspec.Struct, array_like=True):
+    """What came of knocking at the other hosts."""
+
+    missed: list[int] = []
+    """Hosts that did not answer."""
+    said: str = ""
+    """The same for people; empty if all answered."""
+
+
+def _knock(me: Place, others: Sequence[tuple[Place, int]], reach: float) -> _Answer:
+    """Which of the others cannot be reached. All are asked at once: one that is silent costs the others nothing."""
+    deadline = time.monotonic() + reach
+    failed: dict[int, str] = {}
+
+    def knock(place: Place, port: int) -> None:
         try:
             # the kernel accepts it: the other side needs to do nothing
             socket.create_connection((place.address, port), max(0.1, deadline - time.monotonic())).close()
         except OSError as error:
-            failed.append(
+            failed[place.host] = (
                 f"{place.address} (host {place.name}) cannot be reached from {me.address} (host {me.name}): {error}"
             )
-    if failed:
-        failed[-1] += "; look at routes and firewalls between them, and whether the names point to the right addresses"
-    return "; ".join(failed)
+
+    knocks = [threading.Thread(target=knock, args=other, name="knock") for other in others]
+    for thread in knocks:
+        thread.start()
+    for thread in knocks:
+        thread.join()
+    if not failed:
+        return _Answer()
+    texts = [failed[host] for host in sorted(failed)]
+    texts[-1] += "; look at routes and firewalls between them, and whether the names point to the right addresses"
+    return _Answer(sorted(failed), "; ".join(texts))

@@ -6,7 +6,7 @@ and, for deterministic runs, a tree over the step's atoms whose shape does not d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,8 @@ class Exchange(Protocol):
 
     by_atom: bool
     """Whether `atom_done` must be called, and every forward covers one atom at most."""
+    on_bucket: Callable[[], None] | None
+    """Called on this thread, if it is set, just before a part of the gradients leaves."""
 
     def open(self, atoms: int, vectors: int) -> None:
         """Begin a step of so many atoms, whose two vectors have so many elements together; gradients are cleared."""
@@ -55,13 +57,21 @@ class Exchange(Protocol):
     def settled(self) -> Settled | None:
         """How gradients are summed, once it has been measured and agreed; None before, and where there is no choice."""
 
-    def close(self) -> None: ...
+    def knowledge(self) -> bytes | None:
+        """What was settled, for `make_exchange` with another group; None before, and where there is no choice."""
+
+    def close(self, *, with_group: bool = False) -> None:
+        """Let go of everything. `with_group`: the group is closed next."""
 
 
-def make_exchange(group: Group, params: Params, *, by_atom: bool) -> Exchange:
+def make_exchange(group: Group, params: Params, *, by_atom: bool, knowledge: bytes | None = None) -> Exchange:
+    """`knowledge`, the same bytes on all workers, is what an earlier exchange of the same parameters had settled.
+
+    What does not fit the parameters is measured anew.
+    """
     if by_atom:
         return TreeExchange(group, params)
-    return AloneExchange(params) if group.size == 1 else BucketExchange(group, params)
+    return AloneExchange(params) if group.size == 1 else BucketExchange(group, params, knowledge)
 
 
 class AloneExchange:
@@ -70,6 +80,7 @@ class AloneExchange:
     by_atom = False
 
     def __init__(self, params: Params) -> None:
+        self.on_bucket: Callable[[], None] | None = None
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
 
@@ -98,7 +109,10 @@ class AloneExchange:
     def settled(self) -> Settled | None:
         return None
 
-    def close(self) -> None:
+    def knowledge(self) -> bytes | None:
+        return None
+
+    def close(self, *, with_group: bool = False) -> None:
         return None
 
 
@@ -107,9 +121,17 @@ class BucketExchange:
 
     by_atom = False
 
-    def __init__(self, group: Group, params: Params) -> None:
+    def __init__(self, group: Group, params: Params, knowledge: bytes | None = None) -> None:
         self._params = [param for _, param in params]
-        self._buckets = Buckets(group, params, tail=0)
+        self._buckets = Buckets(group, params, tail=0, knowledge=knowledge)
+
+    @property
+    def on_bucket(self) -> Callable[[], None] | None:
+        return self._buckets.on_bucket
+
+    @on_bucket.setter
+    def on_bucket(self, do: Callable[[], None] | None) -> None:
+        self._buckets.on_bucket = do
 
     def open(self, atoms: int, vectors: int) -> None:
         self._buckets.resize_tail(vectors)
@@ -134,8 +156,11 @@ class BucketExchange:
     def settled(self) -> Settled | None:
         return self._buckets.settled
 
-    def close(self) -> None:
-        self._buckets.close()
+    def knowledge(self) -> bytes | None:
+        return self._buckets.knowledge()
+
+    def close(self, *, with_group: bool = False) -> None:
+        self._buckets.close(with_group=with_group)
 
 
 class TreeExchange:
@@ -144,6 +169,7 @@ class TreeExchange:
     by_atom = True
 
     def __init__(self, group: Group, params: Params) -> None:
+        self.on_bucket: Callable[[], None] | None = None
         self._group = group
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
@@ -216,6 +242,8 @@ class TreeExchange:
         mine += [blank] * (rows - len(mine))
         pieces = []
         for start in range(0, max(1, blank.numel()), _CHUNK):
+            if self.on_bucket is not None:
+                self.on_bucket()
             gathered = self._group.gather(torch.stack([value[start : start + _CHUNK] for value in mine]), GRADIENT)
             values = {
                 node: gathered[member, row] for member, nodes in enumerate(owned) for row, node in enumerate(nodes)
@@ -234,7 +262,10 @@ class TreeExchange:
     def settled(self) -> Settled | None:
         return None
 
-    def close(self) -> None:
+    def knowledge(self) -> bytes | None:
+        return None
+
+    def close(self, *, with_group: bool = False) -> None:
         return None
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from shoal.comm.account import Account
 from shoal.comm.backend import gather_bytes_by_rows
 from shoal.comm.group import CPU, Done, Work, bytes_of, numbers_of
+from shoal.comm.shm.memory import Memory
 from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, other, said, what_of
 from shoal.comm.shm.plan import Plan
-from shoal.comm.shm.segment import Segment, attach, create, sweep_after_death
 from shoal.comm.shm.shared import NOTES, STAGE, Area, Channel, Shared, whole
 from shoal.core.errors import ConfigError, GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, MEMORY
@@ -87,9 +87,7 @@ class ShmGroup:
         self.counts = 1
         """What each call counts for in the account's operations."""
         self._shared = shared
-        shared.on_break.append(lambda: sweep_after_death(run))
-        self._run = run
-        self._warn = warn
+        self._memory = Memory(shared, run, warn)
         self._peers = shared.peers
         self._ready, self._done = Channel(shared, _READY), Channel(shared, _DONE)
         self._areas: dict[int, Area] = {}
@@ -106,7 +104,7 @@ class ShmGroup:
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         if device.type != "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device=device)
-        area = self._allocate(-(-numel * dtype.itemsize // 4096) * 4096)
+        area = self._memory.allocate(-(-numel * dtype.itemsize // 4096) * 4096, self.gather_bytes)
         if area is None:
             return torch.zeros(numel, dtype=dtype)
         self._areas[self._allocated] = area
@@ -118,6 +116,7 @@ class ShmGroup:
         number = next((n for n, area in self._areas.items() if area.offset_of(address, 0, self.rank) == 0), None)
         if number is not None:
             area = self._areas.pop(number)
+            self._memory.release(area)
             held = area.rows[self.rank].data_ptr()
             self._plans = {key: plan for key, plan in self._plans.items() if not 0 <= key[0] - held < area.each}
 
@@ -215,11 +214,17 @@ class ShmGroup:
         # The locks by which peers notice a death are the process's own: children do not have them.
         return ()
 
+    def revoke(self, why: str) -> None:
+        self._shared.revoke(why)
+
     def close(self) -> None:
         self._shared.close()
         self._areas.clear()
         self._plans.clear()
         self._staged.clear()
+        # they refer to this group: without them its memory goes with the last reference from outside
+        self._queues, self._stages = [], []
+        self._memory.close()
 
     # -- sums in place -------------------------------------------------------------------------------------------------
 
@@ -374,40 +379,6 @@ class ShmGroup:
         if last is not None:
             self._finish(last)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def _allocate(self, each: int) -> Area | None:
-        """Memory of `each` bytes for every member; None, on all members, if any of them cannot have it."""
-        segment, trouble = self._create(each * self.size) if self.rank == 0 else (None, "")
-        try:
-            name, _, trouble = self._told(f"{segment.path.name if segment else ''}|{trouble}").partition("|")
-            if name and segment is None:
-                try:
-                    segment = attach(name, each * self.size)
-                except OSError as error:
-                    trouble = str(error)
-            troubles = [text.decode() for text in self.gather_bytes(trouble.encode())]
-        finally:
-            if segment is not None:
-                segment.unlink()
-                segment.close()
-        if any(troubles) or segment is None:
-            self._warn(
-                f"{next(filter(None, troubles), 'no segment')}: gradients are copied through {STAGE >> 20} MB instead "
-                "of being summed in place, which takes about twice the time"
-            )
-            return None
-        return Area(segment, self.size, each)
-
-    def _create(self, size: int) -> tuple[Segment | None, str]:
-        try:
-            return create(self._run, size), ""
-        except OSError as error:
-            return None, why_no_room(size, error)
-
-    def _told(self, text: str) -> str:
-        return self.gather_bytes(text.encode())[0].decode()
-
     # -- the account ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -418,10 +389,3 @@ class ShmGroup:
     def _end(self) -> None:
         self.account.leave()
         self.account.done()
-
-
-def why_no_room(size: int, error: OSError) -> str:
-    return (
-        f"/dev/shm has no room for {size / 1e6:.1f} MB of shared memory ({error.strerror or error}; in a container, "
-        "raise it with --shm-size)"
-    )

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal.comm.shm import segment, semaphores
-from shoal.comm.shm.group import why_no_room
+from shoal.comm.shm.memory import why_no_room
 from shoal.comm.shm.segment import Segment
 from shoal.comm.shm.shared import Channel, Layout, Shared
 from shoal.core.errors import GroupError
@@ -105,7 +105,7 @@ def _create(layout: Layout, run: str, warn: Callable[[str], None]) -> Segment:
 def _agree(store: Any, word: str, rank: int, size: int, trouble: str) -> str:
     """What is wrong with any of the workers; the same on all of them."""
     store.set(f"{word}/{rank}", f"-{trouble}".encode())
-    told = [store.get(f"{word}/{member}").decode()[1:] for member in range(size)]
+    told = [text.decode()[1:] for text in store.multi_get([f"{word}/{member}" for member in range(size)])]
     return next((f"worker {member}: {text}" for member, text in enumerate(told) if text), "")
 
 

@@ -17,6 +17,7 @@ class Plan:
 
     def __init__(self, shared: Shared, area: Area, offset: int, count: int, dtype: torch.dtype) -> None:
         me, members = shared.rank, shared.size
+        self._shared = shared
         size = count * dtype.itemsize
         self.owners = [0] if size <= _ALONE else list(range(members))
         self.owns = me in self.owners
@@ -33,7 +34,10 @@ class Plan:
         """Bytes that this member reads from others' memory and writes to it."""
 
     def add_to_all(self) -> None:
+        shared = self._shared
         for first, *others in self.blocks:
+            if shared.revoked:
+                shared.refuse_broken()
             for other in others:
                 first.add_(other)
             for other in others:

@@ -6,6 +6,7 @@ however the members end: what a run leaves that was killed while it met is remov
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import mmap
@@ -13,7 +14,10 @@ import os
 import re
 import secrets
 import stat
+import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +30,7 @@ _MODE = 0o600
 _NAME = re.compile(rf"{PREFIX}[A-Za-z0-9_.-]+-[0-9a-f]{{16}}")
 """All that this module makes is named so, and nothing else is swept away."""
 
+_ALLOCATED_AT_ONCE = 64 << 20
 _SWEEPS = 10
 _SWEEP_SECONDS = 0.01
 
@@ -44,32 +49,56 @@ class Segment:
     the kernel takes them away at its death, and children that it forks do not have them.
     """
 
-    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+    def __init__(self, path: Path, descriptor: int, size: int, populate: bool = True) -> None:
         self.path = path
         self.size = size
         self._descriptor = descriptor
+        self._closing = threading.RLock()  # a number that was closed may mean another segment, with locks like these
         found = os.fstat(descriptor)
         self._identity = found.st_dev, found.st_ino
         _own.add(self._identity)
         try:
-            populate = getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | populate)
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
+            self._map = mmap.mmap(descriptor, size, flags=flags)
         except BaseException:
             _own.discard(self._identity)
             raise
+        self.show()
+        self.address = self.bytes.data_ptr()
+
+    @property
+    def identity(self) -> str:
+        """Equal for two processes that have the same segment open."""
+        return "{}:{}".format(*self._identity)
+
+    @property
+    def offer(self) -> str:
+        """For `borrow`, in another process, while this one has it open."""
+        return f"{os.getpid()}/{self._descriptor}/{self.identity}"
+
+    def show(self) -> None:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """All of it. The memory stays mapped for as long as a tensor shows it."""
         self.words = memoryview(self._map).cast("q")
         """The same as whole numbers of 8 bytes."""
-        self.address = self.bytes.data_ptr()
+
+    def hide(self) -> None:
+        """Until `show`, only tensors that others hold show the memory."""
+        del self.bytes, self.words
+
+    def is_hidden(self) -> bool:
+        """Whether no tensor shows it, after `hide`: they all keep the map."""
+        return sys.getrefcount(self._map) == 2  # this object's reference, and that of the call
 
     def hold(self, member: int) -> None:
         """Show that this process is alive and takes part as `member`."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, member)
 
     def let_go(self, member: int) -> None:
-        with suppress(OSError):
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, member)
+        """The others see `member` as gone from now on. From any thread, also after `close`."""
+        with self._closing, suppress(OSError):
+            if self._descriptor >= 0:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, member)
 
     def is_held(self, member: int) -> bool:
         """Whether the process that takes part as `member`, not this one, is alive."""
@@ -80,6 +109,19 @@ class Segment:
         self.let_go(member)
         return False
 
+    def let_go_of_all(self) -> None:
+        """This process takes no part any longer."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def is_held_by_another(self) -> bool:
+        """Whether any other process takes part; this one must not. Several may ask at the same time."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        self.let_go_of_all()
+        return False
+
     def unlink(self) -> None:
         """Remove the name."""
         with suppress(FileNotFoundError):
@@ -87,14 +129,18 @@ class Segment:
 
     def close(self) -> None:
         """Close the file and with it give up the locks. The memory stays mapped while tensors show it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            _own.discard(self._identity)
+        with self._closing:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+                _own.discard(self._identity)
 
 
-def create(run: str, size: int) -> Segment:
-    """A new segment of zeros, all of its memory allocated. OSError if there is not so much."""
+def create(run: str, size: int, *, populate: bool = True, look: Callable[[], None] = lambda: None) -> Segment:
+    """A new segment of zeros, all of its memory allocated. OSError if there is not so much.
+
+    With `populate` it is mapped page by page at once. `look` is called now and then, and may raise.
+    """
     while True:
         path = FOLDER / f"{_begins(run)}{secrets.token_hex(8)}"
         try:
@@ -109,8 +155,11 @@ def create(run: str, size: int) -> Segment:
                 continue
             os.fchmod(descriptor, _MODE)
             # allocated now, not at the first touch, which could only end in SIGBUS
-            os.posix_fallocate(descriptor, 0, size)
-            return Segment(path, descriptor, size)
+            _refuse_too_large(descriptor, size)
+            for at in range(0, size, _ALLOCATED_AT_ONCE):
+                look()
+                os.posix_fallocate(descriptor, at, min(_ALLOCATED_AT_ONCE, size - at))
+            return Segment(path, descriptor, size, populate)
         except BaseException:
             with suppress(OSError):
                 path.unlink()
@@ -119,13 +168,20 @@ def create(run: str, size: int) -> Segment:
             raise
 
 
+def _refuse_too_large(descriptor: int, size: int) -> None:
+    """OSError if there is not so much room. Before anything is taken: piece by piece it would be all that there is."""
+    found = os.fstatvfs(descriptor)
+    if found.f_blocks and size > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _begins(run: str) -> str:
     """How the names of a run's segments begin."""
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run)[:48].strip("-") or "run"
     return f"{PREFIX}{readable}-"
 
 
-def attach(name: str, size: int) -> Segment:
+def attach(name: str, size: int, *, populate: bool = True) -> Segment:
     """The segment that another member has created. `SegmentRefused` if it is not this user's alone."""
     if not name.startswith(PREFIX) or "/" in name:
         raise SegmentRefused(f"{name!r} is not the name of a segment")
@@ -141,7 +197,22 @@ def attach(name: str, size: int) -> Segment:
             raise SegmentRefused(f"{path} has mode {stat.S_IMODE(found.st_mode):o}, not {_MODE:o}: refused")
         if found.st_size != size:
             raise SegmentRefused(f"{path} has {found.st_size} bytes where {size} were expected: refused")
-        return Segment(path, descriptor, size)
+        return Segment(path, descriptor, size, populate)
+    except BaseException:
+        with suppress(OSError):
+            os.close(descriptor)
+        raise
+
+
+def borrow(offer: str) -> Segment:
+    """The segment that a process of this user has `offered`, though its name is gone. OSError if it cannot be had."""
+    pid, number, identity = (int(part) if part.isdecimal() else part for part in offer.split("/"))
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if f"{found.st_dev}:{found.st_ino}" != identity or found.st_uid != os.geteuid():
+            raise SegmentRefused(f"what process {pid} offers is not the segment that it named: refused")
+        return Segment(FOLDER / "", descriptor, found.st_size, populate=False)
     except BaseException:
         with suppress(OSError):
             os.close(descriptor)

@@ -19,8 +19,8 @@ from functools import cache
 SLOT = 64
 """Bytes from one semaphore to the next: a cache line each, and room for the C library's `sem_t` (32 bytes or less)."""
 
-SLICE = 0.02
-"""Seconds to sleep at most before looking whether the others are alive."""
+SLICE = 0.005
+"""Seconds to sleep at most before looking whether the wait still makes sense."""
 
 
 class _Timespec(ctypes.Structure):

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from shoal.comm.group import REVOKED
 from shoal.comm.shm.segment import Segment
 from shoal.comm.shm.semaphores import SLICE, SLOT, create, poster, sleep_for, taker
 from shoal.core.errors import GroupError
@@ -94,19 +95,21 @@ class Channel:
 
         `meanwhile` is called again and again while there is none; it says whether it found something to do.
         """
-        address, take, give_way = self._from[member], self._take, os.sched_yield
-        for _ in range(self._shared.spins):
+        address, take, give_way, shared = self._from[member], self._take, os.sched_yield, self._shared
+        for _ in range(shared.spins):
             if take(address) == 0:
                 return
+            if shared.revoked:
+                break
             give_way()
-        wait = Wait(self._shared, member)
+        wait = Wait(shared, member)
         while not sleep_for(address, SLICE if meanwhile is None else _TURN):
             if meanwhile is not None and meanwhile():
                 continue
             if wait.lost():
                 if take(address) == 0:
                     return
-                self._shared.break_up(wait.text, wait.culprit)
+                shared.break_up(wait.text, wait.culprit)
 
     def hear_all(self, members: Sequence[int]) -> None:
         for member in members:
@@ -125,8 +128,9 @@ class Wait:
         self.culprit: int | None = None
 
     def lost(self) -> bool:
-        """Whether there is nothing to wait for any longer; `text` says why."""
+        """Whether there is nothing to wait for any longer; `text` says why. Raises if the group was revoked."""
         shared, now = self._shared, time.monotonic()
+        shared.refuse_broken()
         if now - self._looked < _LOOK_SECONDS:
             return False
         self._looked = now
@@ -146,7 +150,7 @@ class Wait:
 
 
 class Shared:
-    """One member's view of a control segment in which every member holds its lock. One thread."""
+    """One member's view of a control segment in which every member holds its lock. One thread, but for `revoke`."""
 
     def __init__(self, rank: int, names: Sequence[str], control: Segment, timeout: float) -> None:
         self.rank = rank
@@ -157,7 +161,10 @@ class Shared:
         self.timeout = timeout
         self.broken = ""
         """Why nothing can be done together any longer."""
+        self.revoked = ""
+        """Why another thread has told this one to stop; it is looked at wherever this one may stay for long."""
         self.on_break: list[Callable[[], None]] = []
+        """What to do when it breaks, or when this thread learns that it was revoked."""
         # With more members than cores, the one that is awaited may be waiting for this core.
         self.spins = _SPINS if self.size <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
         self.stage = Area(control, self.size, STAGE, self.layout.stage)
@@ -174,7 +181,9 @@ class Shared:
         return [peer for peer in self.peers if not self.control.is_held(peer)]
 
     def note(self, number: int, what: int, where: int) -> None:
-        """Write down what this member does as operation `number`."""
+        """Write down what this member does as operation `number`. Raises `GroupError` if the group was revoked."""
+        if self.revoked:
+            self.refuse_broken()
         at = self._note(self.rank, number)
         self._words[at] = what
         self._words[at + 1] = where
@@ -197,8 +206,16 @@ class Shared:
         return self._first_note + (member * NOTES + number % NOTES) * _NOTE_WORDS
 
     def refuse_broken(self) -> None:
+        if self.revoked:
+            self.give_up(self.revoked)
         if self.broken:
             raise GroupError(self.broken)
+
+    def revoke(self, why: str) -> None:
+        """From any thread: this one is seen to have left, and its own thread raises as soon as it looks."""
+        if not self.revoked and not self.broken:
+            self.revoked = why or REVOKED
+            self.control.let_go(self.rank)
 
     def break_up(self, why: str, culprit: int | None = None) -> NoReturn:
         """Nothing more can be done together, because `culprit` is gone. The others notice, as they would a death."""
@@ -207,7 +224,7 @@ class Shared:
 
     def give_up(self, why: str, culprit: int | None = None) -> None:
         if not self.broken:
-            self.broken = f"the group broke: {why}"
+            self.broken = self.revoked or f"the group broke: {why}"
             self._words[self._blames + self.rank] = 0 if culprit is None else culprit + 1
             self.control.let_go(self.rank)
             for do in self.on_break:
@@ -218,7 +235,8 @@ class Shared:
         return next((member for member in gone if not self._words[self._blames + member]), gone[0])
 
     def close(self) -> None:
-        self.broken = self.broken or "the group is closed"
+        self.broken = self.broken or self.revoked or "the group is closed"
+        self.on_break = []
         self.control.close()
 
 
