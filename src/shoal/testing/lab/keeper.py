@@ -129,7 +129,7 @@ class _Keeper:
                 return
             caller, _ = self._listener.accept()
             # a caller that leaves, or says what cannot be understood, harms only itself
-            with caller, suppress(LinkClosed, FrameError, msgspec.DecodeError):
+            with caller, suppress(LinkClosed, FrameError, ValueError, RecursionError):  # all that decoding raises
                 link = Link(caller, limit=0)
                 if link.poll(_REQUEST_SECONDS) and (frame := link.try_recv()) is not None:
                     link.send(encode(self._answer(decode_request(frame[0]))))
