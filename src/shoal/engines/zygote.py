@@ -4,7 +4,9 @@ It is forked from the supervisor, so whatever the supervisor has in memory (a mo
 there without pickling. What heavy imports remain are made once, in the zygote, and each worker starts in milliseconds.
 
 Between the two runs one stream socket. Requests are 5 bytes, with the worker's socket attached to `START`; reports
-are frames. The end of the stream, for whatever reason, means: kill all workers, reap them, leave.
+are frames. `END`, or the end of the stream, means: kill all workers, reap them, leave. A zygote with a `grace` of some
+seconds does so at once only on `END`: if the stream ends without it, the supervisor has died, and the workers, who see
+the end of their own links, are waited for that long.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from shoal.engines.lifeline import die_with_parent
-from shoal.wire.link import Frame, Link, LinkClosed
+from shoal.wire.link import Frame, Link, LinkClosed, milliseconds
 
 Body: TypeAlias = Callable[[int, Link, Path], None]
 """What a worker runs: (its rank, its link to the supervisor, the crew's scratch folder)."""
@@ -49,6 +52,8 @@ class Ask(enum.IntEnum):
 
     START = 0
     KILL = 1
+    END = 2
+    """The crew is closed."""
 
 
 class Tell(enum.IntEnum):
@@ -130,7 +135,9 @@ def fork(run: Callable[[], None], born: list[int]) -> None:
     raise OSError(errno.EDEADLK, f"{len(_PATIENCE)} children in a row did not come to life")
 
 
-def run_zygote(control: socket.socket, body: Body, scratch: Path, warm: Callable[[], None] | None) -> None:
+def run_zygote(
+    control: socket.socket, body: Body, scratch: Path, warm: Callable[[], None] | None, grace: float = 0.0
+) -> None:
     """What the zygote does from its first moment to its last, tied to the supervisor through `control`."""
     reports = Link(control)
     try:
@@ -144,7 +151,9 @@ def run_zygote(control: socket.socket, body: Body, scratch: Path, warm: Callable
     try:
         zygote.serve()
     except LinkClosed:
-        pass  # the supervisor is gone, or has closed the crew
+        # the supervisor is gone, or has closed the crew
+        if not zygote.closing:
+            zygote.await_workers(grace)
     finally:
         zygote.end_workers()
 
@@ -159,6 +168,8 @@ class Zygote:
         self._scratch = scratch
         self._ranks: dict[int, int] = {}  # by process id
         self._woken, self._waker = socket.socketpair()
+        self.closing = False
+        """Whether the supervisor has asked for the end."""
 
     def serve(self) -> None:
         """Fork, reap and report. Leaves only by LinkClosed, when the supervisor's end is closed."""
@@ -174,6 +185,16 @@ class Zygote:
                 else:
                     self._woken.recv(4096)
             self._reap()
+
+    def await_workers(self, seconds: float) -> None:
+        """Wait until all workers have ended by themselves, for so long at most."""
+        deadline = time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._woken, select.POLLIN)
+        while self._ranks and (left := deadline - time.monotonic()) > 0:
+            if poller.poll(milliseconds(left)):
+                self._woken.recv(4096)
+            self._collect()
 
     def end_workers(self) -> None:
         """Kill and reap every worker that still lives."""
@@ -196,8 +217,11 @@ class Zygote:
             with socket.socket(fileno=descriptors[0]) as sock:
                 sock.set_inheritable(False)
                 self._start(rank, sock)
-        else:
+        elif kind == Ask.KILL:
             self._kill(rank)
+        else:
+            self.closing = True
+            raise LinkClosed("the supervisor has closed the crew")
 
     def _receive(self) -> tuple[bytes, list[int]]:
         try:
@@ -233,13 +257,20 @@ class Zygote:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
+        for rank, status in self._collect():
+            Report(Tell.ENDED, rank, status).send(self._reports)
+
+    def _collect(self) -> list[tuple[int, int]]:
+        """Reap those that have ended: the rank and the wait status of each."""
+        ended = []
         while self._ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                return
+                break
             rank = self._ranks.pop(pid, None)  # None: a child that the warm-up left
             if rank is not None:
-                Report(Tell.ENDED, rank, status).send(self._reports)
+                ended.append((rank, status))
+        return ended
 
 
 def flush_stdio() -> None:
