@@ -21,6 +21,7 @@ ROOMS = (
     "checkpoint",
     "layouts",
     "syncs",
+    "elastic",
     "trainer",
     "cli",
 )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.version import __version__
+
 if TYPE_CHECKING:
     from shoal.core.errors import (
         CheckpointError,
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
         ExchangeSettled,
         Notice,
         Preparing,
+        Regrouped,
         RunEnded,
         RunFailed,
         RunStarted,
+        Scale,
         StepDone,
         Stop,
         WorkerSeen,
@@ -52,8 +56,6 @@ if TYPE_CHECKING:
     from shoal.trainer.result import Result
     from shoal.trainer.session import Session
     from shoal.trainer.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -74,12 +76,14 @@ __all__ = [
     "Notice",
     "Preempted",
     "Preparing",
+    "Regrouped",
     "Result",
     "RunDirError",
     "RunEnded",
     "RunFailed",
     "RunNotFound",
     "RunStarted",
+    "Scale",
     "Session",
     "ShoalError",
     "StepDone",
@@ -101,10 +105,12 @@ _HOME_OF = {
     "Metric": "shoal.trainer.metrics",
     "Notice": "shoal.core.events",
     "Preparing": "shoal.core.events",
+    "Regrouped": "shoal.core.events",
     "Result": "shoal.trainer.result",
     "RunEnded": "shoal.core.events",
     "RunFailed": "shoal.core.events",
     "RunStarted": "shoal.core.events",
+    "Scale": "shoal.core.events",
     "Session": "shoal.trainer.session",
     "StepDone": "shoal.core.events",
     "Stop": "shoal.core.events",

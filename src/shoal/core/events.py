@@ -117,6 +117,18 @@ class Notice(Event, frozen=True, tag=True, kw_only=True):
     text: str
 
 
+class Regrouped(Event, frozen=True, tag=True, kw_only=True):
+    """The workers that take part have changed. `step` is the last one that the supervisor had heard of."""
+
+    term: int
+    """Grows with every change of members."""
+    workers: list[int]
+    """In order of rank."""
+    joined: list[int]
+    lost: list[int]
+    """Dead, out of reach, or not needed any longer."""
+
+
 class RunFailed(Event, frozen=True, tag=True, kw_only=True):
     """The last event of a run that ended with an error."""
 
@@ -144,6 +156,7 @@ AnyEvent = (
     | EvalDone
     | CheckpointSaved
     | Notice
+    | Regrouped
     | RunFailed
     | RunEnded
 )
@@ -155,5 +168,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: str = "a callback asked for it"
 
 
-Callback = Callable[[AnyEvent], Stop | None]
+class Scale(msgspec.Struct, frozen=True, tag=True):
+    """A callback's decision: so many workers from now on, between the run's `min_workers` and `max_workers`."""
+
+    workers: int
+
+
+Callback = Callable[[AnyEvent], Stop | Scale | None]
 """Called in the process that called `fit()` (on worker 0 where the script runs once per worker), in order of events."""

@@ -7,12 +7,14 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from shoal.core.errors import ShoalError
 
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_ZYGOTE = f"{_OURS}engines{os.sep}zygote.py"
+_MOST_FRAMES = 20
 _CALLS = ("_call_impl", "_wrapped_call_impl")
 """torch's frames between a module's call and its forward: two for every module, and never the cause."""
 
@@ -27,6 +29,13 @@ def own_traceback(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error)
     drop_own_frames(told)
     return "".join(told.format()).rstrip()
+
+
+def stack_of(frame: FrameType) -> str:
+    """Where a thread is, innermost last, without the frames of how its process was started."""
+    frames = traceback.extract_stack(frame)
+    began = [at for at, entry in enumerate(frames) if entry.filename == _ZYGOTE]
+    return "".join(traceback.format_list(frames[began[-1] + 1 if began else 0 :][-_MOST_FRAMES:])).rstrip()
 
 
 def drop_own_frames(told: traceback.TracebackException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import msgspec
@@ -32,13 +33,19 @@ def seal(tree: Any) -> tuple[bytes, list[memoryview]]:
     return msgspec.msgpack.encode(_Header(structure, head)), [_view(tensor) for tensor in plain]
 
 
-def unseal(header: bytes, buffers: Sequence[bytearray | bytes]) -> Any:
+def unseal(header: bytes, buffers: Sequence[bytearray | bytes | memoryview]) -> Any:
     """The tree again. Its tensors live in `buffers`."""
     head = msgspec.msgpack.decode(header, type=_Header)
     if len(head.tensors) != len(buffers):
         raise ValueError(f"a parcel names {len(head.tensors)} tensors and has {len(buffers)} buffers")
     tensors = [_tensor(name, shape, buffer) for (name, shape), buffer in zip(head.tensors, buffers, strict=True)]
     return unpack(head.structure, tensors)
+
+
+def sizes(header: bytes) -> list[int]:
+    """The bytes of each buffer that belongs to this header."""
+    head = msgspec.msgpack.decode(header, type=_Header)
+    return [prod(shape) * _DTYPES[name].itemsize for name, shape in head.tensors]
 
 
 def to_bytes(tree: Any) -> bytes:
@@ -58,7 +65,7 @@ def _view(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _tensor(name: str, shape: list[int], buffer: bytearray | bytes) -> Tensor:
+def _tensor(name: str, shape: list[int], buffer: bytearray | bytes | memoryview) -> Tensor:
     dtype = _DTYPES[name]
     if not len(buffer):
         return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,113 @@
+"""The board: a little shared memory on which every worker of this machine writes where it is.
+
+It is read by others after a worker's death, and while one is silent. Made before the fork; the kernel frees it with the
+last process. Each number is written by one thread of one process; a reader may see some of them before others.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import time
+from dataclasses import dataclass
+
+
+class Phase(enum.IntEnum):
+    """What a worker's main thread does."""
+
+    STARTING = 0
+    COMPUTE = 1
+    EXCHANGE = 2
+    APPLY = 3
+    RECOVER = 4
+    COPY = 5
+    EVALUATE = 6
+    CHECKPOINT = 7
+    DONE = 8
+
+
+WAITING = frozenset({Phase.EXCHANGE, Phase.COPY})
+"""Phases in which a worker waits for other members."""
+
+_WORDS = 16
+_PID, _TERM, _STEP, _PHASE, _SINCE, _START, _STOP, _TICK = range(8)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the board says of one seat."""
+
+    pid: int
+    term: int
+    step: int
+    phase: Phase
+    since: float
+    """When that phase began, by `time.monotonic`."""
+    positions: tuple[int, int] | None
+    """The first and last position of the step that it computes."""
+    ticks: int
+    """Grows while the thread that beats has its turns."""
+
+
+class Board:
+    """Places for so many seats."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self._memory = mmap.mmap(-1, max(1, seats) * _WORDS * 8)
+        self._words = memoryview(self._memory).cast("q")
+
+    def place(self, seat: int) -> Place:
+        """For the worker in this seat to write."""
+        return Place(self._words[seat * _WORDS : (seat + 1) * _WORDS])
+
+    def see(self, seat: int) -> Sight:
+        return _sight(self._words[seat * _WORDS : (seat + 1) * _WORDS])
+
+
+class Place:
+    """One worker's place on the board. `tick` is for the thread that beats, the rest for the main thread."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def begin(self, pid: int) -> None:
+        """A new process has this place."""
+        for at in range(_WORDS):
+            self._words[at] = 0
+        self._words[_SINCE] = time.monotonic_ns()
+        self._words[_PID] = pid
+
+    def term(self, number: int) -> None:
+        self._words[_TERM] = number
+
+    def enter(self, phase: Phase, step: int) -> None:
+        words = self._words
+        words[_STEP] = step
+        words[_PHASE] = phase
+        words[_SINCE] = time.monotonic_ns()
+
+    def computes(self, start: int, stop: int) -> None:
+        """The positions of the step that this worker computes: start … stop−1."""
+        self._words[_START] = start
+        self._words[_STOP] = stop
+
+    def tick(self) -> None:
+        self._words[_TICK] += 1
+
+    def sight(self) -> Sight:
+        """What others see here. Any thread."""
+        return _sight(self._words)
+
+
+def _sight(words: memoryview) -> Sight:
+    start, stop = words[_START], words[_STOP]
+    return Sight(
+        pid=words[_PID],
+        term=words[_TERM],
+        step=words[_STEP],
+        phase=Phase(words[_PHASE]),
+        since=words[_SINCE] * 1e-9,
+        positions=(start, stop - 1) if stop > start else None,
+        ticks=words[_TICK],
+    )

@@ -1,0 +1,356 @@
+"""The processes of a run, whatever the term: started, let in or refused, watched, killed, replaced.
+
+The half of `shoal.elastic.membership` that deals with the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from shoal.elastic.messages import (
+    CUT,
+    GONE,
+    STOPPED,
+    Beat,
+    Changed,
+    Ended,
+    Fail,
+    Hello,
+    Kill,
+    Leave,
+    Look,
+    Looked,
+    Present,
+    Refused,
+    Say,
+    Start,
+    Welcome,
+    seat_of,
+)
+from shoal.elastic.terms import (
+    Kept,
+    Order,
+    Plan,
+    Process,
+    Tell,
+    encode_kept,
+    lowest_free,
+    process_of,
+    remember_life,
+    second_death,
+)
+
+_MOST_TEXT = 15_000
+_IN_VAIN = 3
+"""Processes of one seat that end before they were ready, after which nobody is replaced."""
+_RECONNECT = 3.0
+"""Seconds that workers have to be heard by a coordinator that has just been restored, before they can be overdue."""
+_LOOK_AGAIN = 2.0
+"""Seconds to wait for an answer of the engine."""
+_REST, _LONGEST_REST = 5.0, 60.0
+"""Seconds until a seat whose process was out of reach gets another one: the first time, and at most, doubling."""
+_ALONE_SILENCE = 4.0
+"""Seconds of silence after which a process is lost where no engine is left that could look at it."""
+_KILL_TIME = 5.0
+"""Seconds for a killed process to end; then its replacement takes another seat."""
+
+_WHY = {
+    STOPPED: "stands still",
+    CUT: "cannot be heard by the coordinator, though it runs",
+    GONE: "is gone",
+}
+
+
+class Casting(ABC):
+    """Who there is. A subclass decides about terms."""
+
+    def __init__(self, plan: Plan, kept: Kept) -> None:
+        self._plan = plan
+        self._kept = kept
+        self._processes: dict[int, Process] = {}
+        self._orders: list[Order] = []
+        self._orphaned = False
+        self._blind = False
+        """Restored, and the engine has not yet said who is present."""
+        self._resting: dict[int, tuple[float, float]] = {}
+        """Seats that were out of reach: until when to leave them empty, and for how long that is. A new process there
+        would most likely be out of reach as well, and every try costs the others a pause."""
+        self._in_vain: dict[int, int] = {}
+        self._barren = False
+        """New processes end before they are ready: no more of them until a term ends or another number is wanted."""
+
+    def record(self) -> bytes:
+        """What must be durable before the orders of the last call are carried out."""
+        self._kept.seats = [process.kept() for _, process in sorted(self._processes.items())]
+        return encode_kept(self._kept)
+
+    @abstractmethod
+    def _lost(self, process: Process, now: float) -> None:
+        """A living member of the current term was lost. `_living` does not name it any longer."""
+
+    @abstractmethod
+    def _fail(
+        self, text: str, *, everything: bool = False, step: int | None = None, at: tuple[int, int] | None = None
+    ) -> None:
+        """The run cannot go on."""
+
+    def _restore(self, kept: Kept, now: float) -> None:
+        self._kept = kept
+        self._blind = True
+        self._processes = {occupied.seat: process_of(occupied) for occupied in kept.seats}
+        for process in self._processes.values():
+            process.lost_at = now
+            if process.life is not None:
+                process.suspicion.beat(now + _RECONNECT)
+        if kept.stands:
+            # it may not have left; the engine drops what it has had
+            self._order(Changed(kept.term, [member.name for member in kept.members], [], []))
+
+    # -- orders and views ----------------------------------------------------------------------------------------------
+
+    def _order(self, order: Order) -> None:
+        if isinstance(order, Say | Fail) and len(order.text) > _MOST_TEXT:
+            order = msgspec.structs.replace(order, text=f"{order.text[:_MOST_TEXT]} …")
+        if not (self._orphaned and isinstance(order, Start | Kill | Look)):
+            self._orders.append(order)
+
+    def _take_orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _counting(self) -> list[Process]:
+        """Processes that take part or may come to, by seat."""
+        return [process for _, process in sorted(self._processes.items()) if process.counts]
+
+    def _living(self) -> list[Process]:
+        """Members of the current term that were not lost, by rank."""
+        found = (self._process(member.name, member.life) for member in self._kept.members)
+        return [process for process in found if process is not None and not process.leaving]
+
+    def _process(self, name: str, life: int) -> Process | None:
+        """The process of that name and life, if it was welcome and is not lost."""
+        seat = seat_of(name)
+        process = self._processes.get(seat) if seat is not None else None
+        return process if process is not None and process.life == life and not process.lost else None
+
+    def _is_unknown(self, name: str) -> bool:
+        return seat_of(name) not in self._processes
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _fill(self, now: float) -> None:
+        """Start processes in free seats, up to the number wanted."""
+        if self._orphaned or self._blind:
+            return
+        if self._barren:
+            if len(self._counting()) < self._plan.least:
+                self._fail(
+                    f"{len(self._counting())} workers are left, and the run needs {self._plan.least} (min_workers): "
+                    "new ones ended before they were ready. Look into their logs for the reason."
+                )
+            return
+        resting = self._rest_of(now)
+        while self._expected(now) + len(resting) < self._kept.target:
+            seat = lowest_free([*self._processes, *resting])
+            self._processes[seat] = Process(seat)
+            self._order(Start(seat))
+
+    def _rest_of(self, now: float) -> list[int]:
+        """Seats to be left empty for now; none where the run cannot go on without them."""
+        if len(self._counting()) < self._plan.least:
+            return []
+        return [seat for seat, (until, _) in self._resting.items() if now < until and seat not in self._processes]
+
+    def _let_rest(self, process: Process, now: float) -> None:
+        _, before = self._resting.get(process.seat, (0.0, _REST / 2))
+        seconds = min(2 * before, _LONGEST_REST)
+        self._resting[process.seat] = now + seconds, seconds
+
+    def _expected(self, now: float) -> int:
+        """Seats that have a process, or will be free in a moment for another one."""
+        return sum(
+            not process.leaving and not (process.lost and now - process.lost_at > _KILL_TIME)
+            for process in self._processes.values()
+        )
+
+    def _forgive(self) -> None:
+        """What has ended before it was ready does not count any longer."""
+        self._in_vain = {}
+        self._barren = False
+
+    def _rescale(self, workers: int) -> str:
+        """Ask for so many workers. Returns what is wrong with it, if anything."""
+        if not self._plan.least <= workers <= self._plan.most:
+            return (
+                f"asked for {workers} workers: this run may have {self._plan.least} (min_workers) to "
+                f"{self._plan.most} (max_workers). Ask for a number between them"
+            )
+        if workers != self._kept.target:
+            self._order(Say(f"the run goes from {self._kept.target} to {workers} workers, as asked"))
+            self._kept.target = workers
+            self._forgive()
+        return ""
+
+    # -- letting in ----------------------------------------------------------------------------------------------------
+
+    def _hear_hello(self, name: str, life: int, body: Hello, now: float) -> None:
+        seat = seat_of(name)
+        process = self._processes.get(seat) if seat is not None else None
+        if process is None or seat is None:
+            self._refuse_unknown(name)
+        elif life in self._kept.ended.get(seat, []) or (process.life == life and process.lost):
+            return
+        elif why := self._mismatch(body):
+            self._order(Tell(name, Refused(why)))
+            if process.life is None and not process.refused:
+                process.refused = True
+                self._order(Say(f"{name} was refused: {why}"))
+        else:
+            if process.life not in (None, life):
+                self._forget(process, now)
+                process = self._processes[seat] = Process(seat)
+            process.life = life
+            process.refused = False
+            self._kept.signature = body.signature
+            self._order(Tell(name, Welcome()))
+
+    def _mismatch(self, hello: Hello) -> str:
+        if hello.version != self._plan.version:
+            return (
+                f"it has shoal {hello.version}, and the run has {self._plan.version}. All workers of a run need the "
+                f"same version: install shoal=={self._plan.version} there"
+            )
+        if self._kept.signature not in (None, hello.signature):
+            assert self._kept.signature is not None
+            return (
+                f"its model, optimizer or data differ (signature {hello.signature.hex()[:12]}) from the run's "
+                f"(signature {self._kept.signature.hex()[:12]}). All workers must build the same ones: "
+                "start it from the same script, arguments and data"
+            )
+        return ""
+
+    def _refuse_unknown(self, name: str) -> None:
+        self._order(
+            Tell(
+                name,
+                Refused(
+                    f"{name} is not a worker that this run has started. The run starts its workers itself: "
+                    "to have more of them, ask for another number of workers"
+                ),
+            )
+        )
+
+    # -- losing --------------------------------------------------------------------------------------------------------
+
+    def _dismiss(self, process: Process, why: str) -> None:
+        process.leaving = True
+        process.ready = None
+        self._order(Tell(process.name, Leave(why)))
+
+    def _expel(self, process: Process, why: str, now: float) -> None:
+        """Kill a process, and go on without it at once: whatever it does until it ends, it cannot do alone."""
+        process.killed = True
+        self._order(Kill(process.seat, why))
+        self._mark_lost(process, now)
+
+    def _mark_lost(self, process: Process, now: float) -> None:
+        was_member = process in self._living()
+        process.lost = True
+        process.lost_at = now
+        process.ready = None
+        remember_life(self._kept.ended, process)
+        if was_member:
+            self._lost(process, now)
+
+    def _forget(self, process: Process, now: float) -> None:
+        """The process has ended: its seat is free."""
+        if not process.lost:
+            self._mark_lost(process, now)
+        del self._processes[process.seat]
+
+    def _hear_ended(self, report: Ended, now: float) -> None:
+        process = self._processes.get(report.seat)
+        if process is None:
+            return
+        self._forget(process, now)
+        if self._kept.complete or process.killed or process.leaving:
+            return
+        common = second_death(self._kept.deaths, report)
+        if common is not None:
+            self._fail(
+                f"two workers died in step {common.step + 1} while they computed the same samples: positions "
+                f"{common.first}–{common.last} of its epoch (the last one, {process.name}, {report.how}). Another "
+                "would die of them as well. Look at these samples, and at what the model does with them.",
+                step=common.step,
+                at=(common.first, common.last),
+            )
+        elif not process.was_ready:
+            self._count_in_vain(process, report.how)
+
+    def _count_in_vain(self, process: Process, how: str) -> None:
+        count = self._in_vain[process.seat] = self._in_vain.get(process.seat, 0) + 1
+        if count >= _IN_VAIN and not self._barren:
+            self._barren = True
+            self._order(
+                Say(
+                    f"{process.name} ended {count} times before it was ready (the last one {how}): nobody is replaced "
+                    "for now. Look into its log; asking for another number of workers tries again"
+                )
+            )
+
+    def _hear_present(self, report: Present, now: float) -> None:
+        if not self._blind:
+            return
+        self._blind = False
+        for process in list(self._processes.values()):
+            if process.seat not in report.seats:
+                self._forget(process, now)
+            elif process.killed:
+                self._order(Kill(process.seat, "it was lost to the run before"))
+        for seat in report.seats:
+            self._processes.setdefault(seat, Process(seat))
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _hear_beat(self, process: Process, body: Beat, now: float) -> None:
+        process.beat = body
+        process.silence_said = False
+        process.suspicion.beat(now)
+
+    def _watch_silence(self, now: float) -> None:
+        for process in self._processes.values():
+            if not process.lost and now >= process.look_after and process.suspicion.overdue(now):
+                process.look_after = now + _LOOK_AGAIN
+                if not self._orphaned:
+                    self._order(Look(process.seat))
+                elif now - (process.suspicion.last or now) > _ALONE_SILENCE:
+                    self._mark_lost(process, now)
+
+    def _hear_looked(self, report: Looked, now: float) -> None:
+        process = self._processes.get(report.seat)
+        if process is None or process.lost or not process.suspicion.overdue(now) or self._kept.complete:
+            return
+        silent = now - (process.suspicion.last or now)
+        why = _WHY.get(report.verdict)
+        if why is not None:
+            detail = f" ({report.text})" if report.text else ""
+            text = f"{process.name} {why}{detail}: silent for {silent:.1f} s"
+            if report.verdict == GONE:
+                self._mark_lost(process, now)
+            else:
+                self._order(Say(f"{text}. It is killed, and the others go on"))
+                if report.verdict == CUT:
+                    self._let_rest(process, now)
+                self._expel(process, text, now)
+            return
+        process.look_after = now + process.suspicion.bound()
+        if not process.silence_said and not process.leaving:
+            process.silence_said = True
+            self._order(
+                Say(
+                    f"{process.name} has been silent for {silent:.1f} s, but works"
+                    f"{f' ({report.text})' if report.text else ''}: it is slow, and the others wait for it"
+                )
+            )
