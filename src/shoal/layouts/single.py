@@ -102,6 +102,13 @@ class Buffers:
         self._marks = [self._mark(number) for number in range(len(self._slots))]
 
     @torch.no_grad()
+    def rewind(self) -> None:
+        """Undo what forwards of the step in progress have made of the buffers."""
+        if self._forwards and self._watched:
+            torch._foreach_copy_([self._value(number) for number in self._start], list(self._start.values()))
+        self._forwards = 0
+
+    @torch.no_grad()
     def after_forward(self, atom: int, samples: int) -> None:
         """Take in what the forward of these samples made of the buffers."""
         if not self._slots:
@@ -190,6 +197,14 @@ class Buffers:
             mean = self._start[number].to(torch.int64) + whole if number in self._start else whole
         value.copy_(mean)
 
+    def know(self, known: Iterable[int]) -> None:
+        """Another worker has told which buffers all agree to merge; its values are here already."""
+        self.known = list(known)
+        self._watched = self.known
+        self._start = {}
+        self._forwards = 0
+
     def settle(self) -> None:
         """A step is over: buffers that have never changed are taken as constants until they do."""
         self._watched = self.known
+        self._forwards = 0

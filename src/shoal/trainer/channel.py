@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, Self
 
-from shoal.core.events import AnyEvent, Stop, WorkerSeen
+from shoal.core.events import AnyEvent, Notice, Scale, Stop, WorkerSeen
 from shoal.trainer.messages import Decided, Happened, StopAsked, decode_down, encode
-from shoal.wire.link import Link
+from shoal.wire.link import Link, LinkClosed
 
 PREEMPTED = "preempted"
 INTERRUPTED = "interrupted"
@@ -88,6 +89,11 @@ class LinkChannel:
         if self._held:
             self._send(ask=False)
 
+    def urge(self, text: str) -> None:
+        """Tell a person something at once, for any worker and from any thread."""
+        with suppress(LinkClosed):
+            self._link.send(encode(Happened([Notice(step=0, text=text)])))
+
     def _send(self, *, ask: bool) -> None:
         with self._lock:
             self._link.send(encode(Happened(self._held, ask)))
@@ -98,13 +104,15 @@ class LinkChannel:
 class DirectChannel:
     """In a script that runs once per worker: signals come to each worker, and worker 0 calls the listeners itself."""
 
-    def __init__(self, listeners: Callable[[AnyEvent], Stop | None] | None, signals: StopSignals | None) -> None:
+    def __init__(
+        self, listeners: Callable[[AnyEvent], Stop | Scale | None] | None, signals: StopSignals | None
+    ) -> None:
         self._listeners = listeners
         self._signals = signals
         self._stop: str | None = None
 
     def emit(self, event: AnyEvent) -> None:
-        if self._listeners is not None and self._listeners(event) is not None:
+        if self._listeners is not None and isinstance(self._listeners(event), Stop):
             self._stop = self._stop or STOPPED
 
     def decide(self, event: AnyEvent) -> None:

@@ -123,6 +123,9 @@ def overridable(names: set[str]) -> list[str]:
 
 FLAGS = (
     "workers",
+    "min_workers",
+    "max_workers",
+    "restarts",
     "batch_size",
     "epochs",
     "steps",

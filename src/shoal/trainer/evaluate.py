@@ -43,14 +43,17 @@ class Part:
         self, session: Session, data: Any, collate: Any, *, batch: int, data_workers: int | None, name: str
     ) -> None:
         self._session = session
-        positions = share(check_data(data, name), session.workers)[session.rank]
-        whole = Span(0, positions.start, positions.stop)
-        self._spans = [part for (part,) in forwards([whole], batch, alone=True)] if positions else []
+        self._size = check_data(data, name)
+        self._batch = batch
+        self._spans: list[Span] = []
         self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)
         self._name = name
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """(samples, batch), in order."""
+        positions = share(self._size, self._session.workers)[self._session.rank]
+        whole = Span(0, positions.start, positions.stop)
+        self._spans = [part for (part,) in forwards([whole], self._batch, alone=True)] if positions else []
         stream = self._loader.open(self._name, self._request)
         try:
             for span in self._spans:

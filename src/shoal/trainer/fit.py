@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EvalDone, Notice, RunEnded
+from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
@@ -74,12 +75,17 @@ class Average:
             value.copy_(state[name])
 
 
+_BESTS = 20
+
+
 class _Record:
     """What the loop remembers across a resume."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
+        self.bests: list[list[float]] = []
+        """Steps and losses of those that were the best at their time, the last ones."""
         self.evaluated = 0
         """The step of the last evaluation."""
         self.planned: int | None = None
@@ -117,6 +123,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     if schedule is not None:
         _tell_of_new_plan(session, record, recipe.total_steps)
     record.planned = recipe.total_steps
+    session.evaluated = record.evaluated or -1
     if session.resumed_step >= recipe.total_steps:
         text = f"there is nothing left to train: the checkpoint is at step {session.resumed_step} of "
         text += f"{recipe.total_steps}; for more, raise epochs= or steps="
@@ -134,19 +141,25 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
         ):
             if evaluation.missed():
                 evaluation.run()
+                if session.standing is not None and session.stopping is not None:
+                    break  # those who evaluated at the end of the step before have left the loop there
             for batch in step:
                 step.backward(recipe.loss(model, batch))
-            update = step.apply(optimizer, clip=recipe.clip)
-            if average is not None:
-                average.update()
-            if schedule is not None and not stepped_on_eval:
-                schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
+            if not step.overtaken:
+                update = step.apply(optimizer, clip=recipe.clip)
+                if average is not None:
+                    average.update()
+                if schedule is not None and not stepped_on_eval:
+                    schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
             step.commit()
             if session.step == recipe.total_steps:
                 # before this step is checkpointed
                 _refuse_not_finite(model, session)
             if evaluation.due():
                 evaluation.run()
+        if evaluation.due():
+            # a worker that came when the last step was done
+            evaluation.run()
     finally:
         evaluation.close()
     # asked for at the very last step, an end is no early one
@@ -237,7 +250,7 @@ class _Evaluation:
         """Whether to evaluate now. A signal wants an end soon: then it is left to the run that resumes."""
         step = self._session.step
         hurry = self._session.stopping in (PREEMPTED, INTERRUPTED) and step < self._recipe.total_steps
-        return self._belongs(step) and not hurry
+        return 0 < step != self._record.evaluated and self._belongs(step) and not hurry
 
     def missed(self) -> bool:
         """Whether the run was stopped by a signal at a step that should have been evaluated."""
@@ -260,18 +273,41 @@ class _Evaluation:
                 name="eval_data",
             )
         evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
-        session.evaluating = True
-        metrics = record.metrics = evaluate_average(evaluator, self._model, self._average)
-        session.evaluating = False
-        record.evaluated = session.step
+        metrics = None
+        while metrics is None:
+            metrics = session.guard(lambda: self._evaluate(evaluator))
+            session.evaluating = False
+            if record.evaluated == session.step:
+                return  # members changed, and another one had evaluated already: this worker has its result
+        session.confirm(session.step)
+        record.metrics = metrics
+        record.evaluated = session.evaluated = session.step
+        self._forget_lost_bests()
         if record.best is None or not record.best <= metrics["loss"]:
             record.best = metrics["loss"] if metrics["loss"] == metrics["loss"] else None
+            record.bests = [*record.bests[-_BESTS:], [session.step, metrics["loss"]]]
             session.checkpoint_best()
         if self._schedule is not None:
             self._schedule.step(metrics["loss"])
         epoch = (session.step - 1) // recipe.steps_per_epoch
         session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
-        session.agree_on_stop()
+        session.guard(session.agree_on_stop)
+
+    def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+        session = self._session
+        session.evaluating = True
+        session.enter(Phase.EVALUATE)
+        if session.standing is not None:
+            session.standing.fault("evaluate", session.step - 1)
+        return evaluate_average(evaluator, self._model, self._average)
+
+    def _forget_lost_bests(self) -> None:
+        """One that was being saved when the worker that saved it died is not there: the one before it counts again."""
+        record, kept = self._record, self._session.lost_best()
+        if kept is not None:
+            while record.bests and record.bests[-1][0] != kept:
+                record.bests.pop()
+            record.best = record.bests[-1][1] if record.bests else None
 
     def close(self) -> None:
         if self._part is not None:

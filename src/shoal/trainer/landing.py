@@ -20,12 +20,15 @@ class Landing:
         self._memory = mmap.mmap(-1, max(1, sum(_padded(size) for _, _, size in self._like.values())))
 
     def put(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Copy the tensors here; returns the names of those that have a place: not one that is new, or of new shape."""
-        places = self._places()
-        fitting = [name for name, place in places.items() if name in tensors and tensors[name].shape == place.shape]
+        """Copy the tensors here; returns `fitting`."""
+        places, fitting = self._places(), self.fitting(tensors)
         for name in fitting:
             places[name].copy_(tensors[name].detach())
         return fitting
+
+    def fitting(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of those that have a place here: not one that is new, or of new shape."""
+        return [name for name, (_, shape, _) in self._like.items() if name in tensors and tensors[name].shape == shape]
 
     def take(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Copy what was put under these names into the tensors that this was made for."""

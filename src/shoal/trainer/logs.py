@@ -79,11 +79,7 @@ class Tail:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for worker in range(workers):
-                for stream in (OUT, ERR):
-                    path = log_path(folder, worker, stream)
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                    os.lseek(descriptor, 0, os.SEEK_END)
-                    self._files.append(_File(worker, stream, path, descriptor))
+                self._open(folder, worker)
         except OSError:
             # the run's folder will be found full or gone by whoever needs it
             self.folder = None
@@ -104,6 +100,29 @@ class Tail:
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.rmdir()
+
+    def follow(self, worker: int) -> None:
+        """A process is about to be started for this worker: the first one, or one that writes on into the same files.
+
+        Where its files cannot be opened, what it prints is not followed.
+        """
+        if self.folder is None:
+            return
+        while self.look():
+            pass
+        known = [file for file in self._files if file.worker == worker]
+        for file in known:
+            file.ended = False
+        if not known:
+            with suppress(OSError):
+                self._open(self.folder, worker)
+
+    def _open(self, folder: Path, worker: int) -> None:
+        for stream in (OUT, ERR):
+            path = log_path(folder, worker, stream)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.lseek(descriptor, 0, os.SEEK_END)
+            self._files.append(_File(worker, stream, path, descriptor))
 
     def look(self) -> bool:
         """Give out what has come, a part of it if it is much; whether there was anything."""

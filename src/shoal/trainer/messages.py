@@ -37,6 +37,12 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     """A worker is done. Its value is a parcel: the frame's first buffer is its header, the others are its buffers."""
 
 
+class Departed(msgspec.Struct, frozen=True, tag=True):
+    """A worker of an elastic run was told to leave, and ends: it has no value to return."""
+
+    why: str = ""
+
+
 class StopAsked(msgspec.Struct, frozen=True, tag=True):
     """Supervisor: end after the step in progress, checkpointed."""
 
@@ -49,7 +55,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     stop: str | None
 
 
-Up = Happened | Failed | Returned
+Up = Happened | Failed | Returned | Departed
 Down = StopAsked | Decided
 
 encode = msgspec.msgpack.Encoder().encode

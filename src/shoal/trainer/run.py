@@ -8,6 +8,8 @@ from shoal.core.errors import ConfigError
 from shoal.core.spec import Local
 from shoal.engines.places import read_lab
 from shoal.trainer.channel import StopSignals
+from shoal.trainer.elastic import run_elastic
+from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.spmd import run_here
 from shoal.trainer.start import Body, Start, is_spmd
 from shoal.trainer.supervise import run_forked
@@ -22,8 +24,9 @@ def run(
     engine: Local,
     watch: Watcher,
     signals: StopSignals | None = None,
+    elasticity: Elasticity | None = None,
 ) -> list[Any]:
-    """`body(session)` on every worker; what each returned, in order of rank.
+    """`body(session)` on every worker; what each returned, in order of rank. With `elasticity`, members may change.
 
     What `signals` ask for reaches the loop of the session; without them a signal does what it does anywhere.
     """
@@ -34,4 +37,7 @@ def run(
                 "leave out the lab or the launcher"
             )
         return run_here(body, start, workers, watch, signals)
-    return run_forked(body, start, workers, watch, signals, read_lab(engine.lab) if engine.lab else ())
+    hosts = read_lab(engine.lab) if engine.lab else ()
+    if elasticity is not None:
+        return run_elastic(body, start, elasticity, watch, signals, hosts)
+    return run_forked(body, start, workers, watch, signals, hosts)

@@ -20,48 +20,41 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
+from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, CheckpointWriteError, ConfigError
-from shoal.core.events import CheckpointSaved, WorkerSeen
-from shoal.core.traffic import PARAMETER, STATE, Traffic
+from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.events import WorkerSeen
+from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
-from shoal.data.tree import pack
+from shoal.elastic.board import Phase, Place
 from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.allreduce import Exchange, make_exchange
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.replica import Replica
 from shoal.trainer.restore import restore
-from shoal.trainer.soundness import refuse_different, refuse_not_finite, refuse_parted
+from shoal.trainer.saving import Saving
+from shoal.trainer.soundness import digest_of, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
 from shoal.trainer.usage import Times
 
 if TYPE_CHECKING:
-    from shoal.checkpoint import Checkpoints, Loaded
+    from shoal.checkpoint import Loaded
+    from shoal.trainer.standing import Standing
 
 TELL_SECONDS = 1.0
 """How often a worker tells of itself."""
-CHECKPOINT_SECONDS = 300.0
-"""How often a run is checkpointed when `checkpoint_every` is not given."""
-
-
-@dataclass
-class Saving:
-    """Where and when to checkpoint. Only worker 0 has `checkpoints`."""
-
-    checkpoints: Checkpoints | None = None
-    every: int | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +66,13 @@ class Trained:
     params: list[tuple[str, nn.Parameter]]
     everything: list[nn.Parameter]
     mask: list[bool]
+    known: bytes | None = None
+    """What was settled about its exchange in a group that is no more."""
+
+    @cached_property
+    def frozen(self) -> list[nn.Parameter]:
+        """Those that did not require a gradient when the exchange was made."""
+        return [param for param, on in zip(self.everything, self.mask, strict=True) if not on]
 
     def outdated(self) -> bool:
         """Whether the optimizer has got other parameters, or others of them require gradients, since."""
@@ -98,7 +98,13 @@ class Session:
         starts_equal: bool = True,
         run_id: str = "",
         run_dir: str | None = None,
+        standing: Standing | None = None,
+        place: Place | None = None,
     ) -> None:
+        """With `standing`, members may change, and `group` is that of the worker alone until the loop begins.
+
+        On `place`, this worker's place on a board, it writes where it is.
+        """
         self.rank = group.rank
         self.workers = group.size
         self.device = device
@@ -114,6 +120,10 @@ class Session:
         """Whether to find out if it does."""
         self.evaluating = False
         """Whether an evaluation is under way, for messages."""
+        self.evaluated = -1
+        """The last step that was evaluated."""
+        self.standing = standing
+        self._place = standing.place if standing is not None else place
         self.times = Times()
         self.samples = 0
         """Samples that this worker has computed in steps that were committed."""
@@ -123,20 +133,24 @@ class Session:
         self.course: Course | None = None
         self._run = run_id, run_dir
         self._group = group
+        self._earlier = Traffic()
         self._counted = Traffic()
+        self._running: Loop | None = None
+        self._origin = 0
         self._settled_told = False
-        self._saving = saving or Saving()
+        self._saving = saving or Saving(channel)
         self._loaded = loaded
         self._spare_cores = spare_cores
         self._starts_equal = starts_equal
-        self._tracked: dict[str, Any] = {}
+        self._replica = Replica()
         self._trained: dict[int, Trained] = {}
         self._untrained: list[nn.Parameter] | None = None
         self._overlap = False
         self._loop = -1
         self._at: StepSpan | None = None
         self._best = False
-        self._saved_at = time.monotonic()
+        self._best_step = 0
+        self._lost_best: int | None = None
         self._began = self._told = time.monotonic()
         self._epoch: list[float] = [0.0, 0.0]
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
@@ -150,11 +164,11 @@ class Session:
         checkpoints, and is restored here when the run resumes.
         """
         for name, thing in objects.items():
-            if name in self._tracked or name == "session":
+            if name in self._replica.tracked or name == "session":
                 raise ConfigError(f"track: the name {name!r} is taken; use another one")
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigError(f"track: {name}={type(thing).__name__} has no state_dict and load_state_dict")
-            self._tracked[name] = thing
+            self._replica.tracked[name] = thing
             if self._loaded is not None:
                 restore(name, thing, self._loaded)
                 # a second copy of everything is not needed any longer
@@ -163,7 +177,7 @@ class Session:
                 self._share(name, thing)
             if isinstance(thing, torch.optim.Optimizer):
                 self._train(thing)
-        self.buffers = Buffers(self._modules())
+        self.buffers = Buffers(self._replica.modules())
         self._untrained = None
 
     def steps(
@@ -188,18 +202,23 @@ class Session:
         course = self.course = Course(check_data(data, "data"), batch_size)
         # A forward with batch statistics depends on what is computed together in any case, and few samples at a time
         # would make it a worse model.
-        batchwise = any(uses_batch_statistics(module) for module in self._modules())
+        batchwise = any(uses_batch_statistics(module) for module in self._replica.modules())
         self.watches = not (self.draws or batchwise)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
         if start is None or self.stopping is not None:
             return
+        self._origin = start
+        if self.standing is not None:
+            start = self._take_part(self.standing, total)
         self._tell_start(course, total)
+        if self.stopping is not None:
+            return
         if start >= total:
             return
         fetcher = Fetcher(data, collate)
         loader = self.loader({"data": fetcher}, data_workers)
-        loop = Loop(self, course, fetcher, loader, limit=micro_batch, start=start, total=total)
+        loop = self._running = Loop(self, course, fetcher, loader, limit=micro_batch, start=start, total=total)
         try:
             for number in range(start, total):
                 begun = time.perf_counter()
@@ -207,14 +226,17 @@ class Session:
                 self._at = step.span
                 yield step
                 step.commit()
-                if number == start and self.workers > 1:
+                if number == self._origin and self.workers > 1 and self.standing is None:
                     refuse_parted(self.all_params(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
                     return
+                if self.standing is not None and self.standing.due and number + 1 < total:
+                    self.standing.regroup(self)
             self._at = None
         finally:
+            self._running = None
             loop.close()
             loader.close()
 
@@ -224,7 +246,10 @@ class Session:
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
-        return [from_bytes(data) for data in self._group.gather_bytes(to_bytes(tree), STATE)]
+        mine = to_bytes(tree)
+        with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
+            told = self._group.gather_bytes(mine, STATE)
+        return [from_bytes(data) for data in told]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all workers. All workers must call it."""
@@ -243,8 +268,13 @@ class Session:
         """What this worker has sent since this was last asked; None where there is one worker."""
         if self.workers == 1:
             return None
-        before, self._counted = self._counted, self._group.account.now()
+        before, self._counted = self._counted, self._traffic()
         return self._counted.since(before)
+
+    def _traffic(self) -> Traffic:
+        """All that this worker has sent, also in groups that are no more."""
+        now = self._group.account.now()
+        return together([self._earlier, now]) if self._earlier.operations else now
 
     @property
     def resumed_step(self) -> int:
@@ -269,19 +299,40 @@ class Session:
     def checkpoint_best(self) -> None:
         """The state at this step is the best so far: checkpoint it, and keep that."""
         self._best = True
+        self._best_step = self.step
+
+    def enter(self, phase: Phase) -> None:
+        """What this worker does from now on, for those who look at the board."""
+        if self._place is not None:
+            self._place.enter(phase, self.step)
+
+    @contextmanager
+    def waiting(self, after: Phase) -> Iterator[None]:
+        """Within: it waits for others; then it is in phase `after`."""
+        self.enter(Phase.EXCHANGE)
+        yield
+        self.enter(after)
+
+    def lost_best(self) -> int | None:
+        """Once, if the best checkpoint was lost with the worker that saved it: the step of the one there is, or 0."""
+        lost, self._lost_best = self._lost_best, None
+        return lost
 
     def finish_saving(self) -> None:
         """Wait until every checkpoint is on disk."""
-        if self._saving.checkpoints is not None:
-            begun = time.perf_counter()
-            self._saving.checkpoints.finish()
-            waited = time.perf_counter() - begun
-            self.times.checkpoint += waited
-            self.times.loop += waited
-            self._tell_saved()
+        begun = time.perf_counter()
+        self._saving.finish()
+        waited = time.perf_counter() - begun
+        self.times.checkpoint += waited
+        self.times.loop += waited
 
     def loader(self, sources: Mapping[str, Fetcher], data_workers: int | None) -> Loader:
-        return Loader(sources, processes=data_workers, spare_cores=self._spare_cores, close_fds=self._group.descriptors)
+        return Loader(
+            sources,
+            processes=data_workers,
+            spare_cores=self._spare_cores,
+            close_fds=lambda: self._group.descriptors(),
+        )
 
     def agree_on_stop(self) -> None:
         """All workers learn now, not with the next step, whether any of them was asked to stop."""
@@ -292,12 +343,134 @@ class Session:
         """Let go of the modules, and finish the checkpoint under way: also after a failure it is worth having."""
         for trained in self._trained.values():
             trained.exchange.close()
-        if self._saving.checkpoints is not None:
-            self._saving.checkpoints.close()
-            with suppress(CheckpointWriteError):
-                self._tell_saved()
+        self._saving.close()
+
+    # -- where members change ------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """How far this worker's state is; see `shoal.elastic.messages.Position`."""
+        return 2 * self.step + (self.evaluated == self.step)
+
+    def guard(self, work: Callable[[], Any]) -> Any:
+        """What `work`, an operation of all workers, returns; None if members changed meanwhile, which ends it."""
+        return work() if self.standing is None else self.standing.guard(self, work)
+
+    def farewell(self, last: Callable[[], None]) -> None:
+        """Do what is left to do at the end of the run, worker 0's part of which others may have to take over."""
+        if self.standing is None:
+            last()
+            return
+        self.standing.farewell(self, last)
+
+    def save_best_overdue(self) -> None:
+        """The same at once, where the state of now is the best: it will be gone with the next step."""
+        if self._saving.mine and self._saving.overdue and self.step and self._best_step == self.step:
+            self._save()
+
+    def save_overdue(self) -> None:
+        """Checkpoint, if the last step is not, or if another worker may have died while it did that."""
+        if self._saving.mine and self.step and (self._saving.overdue or self._saving.begun != self.step):
+            self._save()
+
+    def confirm(self, step: int | None) -> None:
+        """All members have applied this step (None: all there are), so that it may be told."""
+        if self.standing is not None:
+            self.standing.confirm(step)
+
+    def compare_replicas(self, number: int) -> None:
+        """Once, in the second step: whether the first one has left all workers with the same parameters.
+
+        Where members may change it is part of a step: who repeats the step repeats it, and who skips it skips it.
+        """
+        if number == self._origin + 1 and self.workers > 1:
+            refuse_parted(self.all_params(), self._group)
+
+    def rewind(self) -> None:
+        """Back to the beginning of the step in progress: the weights are there, buffers may not be."""
+        self.buffers.rewind()
+
+    def leave_group(self) -> None:
+        for trained in self._trained.values():
+            trained.known = trained.exchange.knowledge() or trained.known
+            trained.exchange.close(with_group=True)
+            for _, param in trained.params:
+                param.grad = None  # it may show memory of the group, which the next one can use then
+        self._earlier = self._traffic()
+        self._group.close()
+        self._group = SoloGroup()
+
+    def take_group(self, group: Group) -> None:
+        first = self.standing is not None and self.standing.term == 0
+        self._group = group
+        self.rank, self.workers = group.rank, group.size
+        self._saving.take_on(self.rank == 0, overdue=not first)
+
+    def knowledge(self) -> list[bytes | None]:
+        """What is settled about the exchange of each optimizer."""
+        return [trained.exchange.knowledge() or trained.known for trained in self._trained.values()]
+
+    def rebuild(self, knowledge: list[bytes | None]) -> None:
+        """Make the exchanges anew, over the group of now, and load the data that is now this worker's."""
+        for trained, known in zip(list(self._trained.values()), knowledge, strict=True):
+            self._train(trained.optimizer, known)
+        if self._running is not None:
+            self._running.regrouped(self.step)
+
+    def state(self) -> dict[str, Any]:
+        """What a member that is behind needs. The tensors are the live ones."""
+        trees = self._trees()
+        trees["session"]["evaluated"] = self.evaluated
+        trees["session"]["passing"] = self._replica.passing()
+        trees["session"]["trains"] = self._replica.trains()
+        trees["session"]["best"] = self._best_step
+        return trees
+
+    def load(self, trees: Mapping[str, Any]) -> None:
+        """Take over the state of another member."""
+        self.before_change()
+        told = trees["session"]
+        self._replica.load(trees, told["passing"], told["trains"])
+        self._best_step = told["best"]
+        self._loop = told["loop"]
+        self.step = told["step"]
+        self.evaluated = told["evaluated"]
+        self.log_names = list(told["logs"])
+        self.buffers.know(told["buffers"])
+        self._epoch = list(told["epoch"])
+        self._best = False
+
+    def save_now(self) -> None:
+        """Checkpoint what this worker has, and wait until it is on disk: nobody knows how long it will wait."""
+        if not self.step:
+            return
+        before = self._saving.mine
+        self._saving.take_on(True)
+        if self._saving.mine:
+            self._save()
+            self.finish_saving()
+        self._saving.take_on(before)
+
+    def _take_part(self, standing: Standing, total: int) -> int:
+        """Come into the first term; the step to begin with."""
+        assert self.course is not None
+        if len(self._trained) != 1:
+            raise ConfigError(
+                f"min_workers, max_workers: {len(self._trained)} optimizers are tracked; members can change only "
+                "where there is one"
+            )
+        course = self.seed, self.deterministic, self.course, total
+        standing.begin(self, repr((course, self._replica.signature())))
+        return self.step
 
     # -- for a step ----------------------------------------------------------------------------------------------------
+
+    def all_trained(self) -> list[Trained]:
+        return list(self._trained.values())
+
+    def digest(self) -> bytes:
+        """Of all parameters: equal where they are bitwise equal."""
+        return digest_of(self.all_params())
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Trained | None:
         return self._trained.get(id(optimizer))
@@ -319,7 +492,7 @@ class Session:
             trained.exchange.open(atoms, self._vectors(trained))
         if self._untrained is None:
             mine = {id(param) for trained in self._trained.values() for _, param in trained.params}
-            params = [param for module in self._modules() for param in module.parameters()]
+            params = [param for module in self._replica.modules() for param in module.parameters()]
             self._untrained = [param for param in params if id(param) not in mine]
         for param in self._untrained:
             param.grad = None
@@ -346,8 +519,7 @@ class Session:
 
     def before_change(self) -> None:
         """Tensors are about to change in place: a checkpoint being copied must have them first."""
-        if self._saving.checkpoints is not None:
-            self.times.checkpoint += self._saving.checkpoints.wait_copied()
+        self.times.checkpoint += self._saving.wait_copied()
 
     def committed(self, step: int, update: Update | None) -> None:
         assert self.course is not None
@@ -360,9 +532,6 @@ class Session:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _modules(self) -> list[nn.Module]:
-        return [thing for thing in self._tracked.values() if isinstance(thing, nn.Module)]
-
     def _share(self, name: str, module: nn.Module) -> None:
         if self._starts_equal:
             return
@@ -373,8 +542,8 @@ class Session:
                 self._group.broadcast(plain, PARAMETER)
                 tensor.copy_(plain)
 
-    def _train(self, optimizer: torch.optim.Optimizer) -> Trained:
-        """Make the exchange for an optimizer, anew if other parameters require gradients now."""
+    def _train(self, optimizer: torch.optim.Optimizer, knowledge: bytes | None = None) -> Trained:
+        """Make the exchange for an optimizer, anew if other parameters require gradients now, or members changed."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates the loss several times in one update; use another optimizer")
         everything = [param for group in optimizer.param_groups for param in group["params"]]
@@ -385,13 +554,16 @@ class Session:
         params = [(name, param) for name, param, on in zip(names, everything, mask, strict=True) if on]
         if not params:
             raise ConfigError("the optimizer has no parameter that requires a gradient; set requires_grad=True on some")
-        exchange = make_exchange(self._group, params, by_atom=self.deterministic)
+        exchange = make_exchange(self._group, params, by_atom=self.deterministic, knowledge=knowledge)
+        if self.standing is not None:
+            standing = self.standing
+            exchange.on_bucket = lambda: standing.fault("bucket", self.step)
         if len(set(self._group.gather_bytes(exchange.digest()))) > 1:
             raise ConfigError("the workers' models differ in their parameters; build the same model on every worker")
         former = self._trained.get(id(optimizer))
         if former is not None:
             former.exchange.close()
-        self._trained[id(optimizer)] = Trained(optimizer, exchange, params, everything, mask)
+        self._trained[id(optimizer)] = Trained(optimizer, exchange, params, everything, mask, knowledge)
         self._untrained = None
         return self._trained[id(optimizer)]
 
@@ -433,13 +605,18 @@ class Session:
         run_id, run_dir = self._run
         optimizers = [trained.optimizer for trained in self._trained.values()]
         self.channel.emit(
-            run_started(self.step, run_id, run_dir, self.workers, course, total, self._modules(), optimizers)
+            run_started(self.step, run_id, run_dir, self.workers, course, total, self._replica.modules(), optimizers)
         )
+
+    @property
+    def number(self) -> int:
+        """This worker's number for people: it stays when members change, and its rank does not."""
+        return self.rank if self.standing is None else self.standing.seat
 
     def seen(self) -> WorkerSeen:
         """What this worker has done so far."""
         seconds = self.times.shares(time.monotonic() - self._began)
-        return worker_seen(self.step, self.rank, self.samples, seconds, self._group.account.now())
+        return worker_seen(self.step, self.number, self.samples, seconds, self._traffic())
 
     def _tell_settled(self, *, last: bool) -> None:
         """Once it is known how gradients are exchanged, say so, for the first optimizer."""
@@ -455,23 +632,18 @@ class Session:
         if now - self._told > TELL_SECONDS:
             self._told = now
             self.channel.emit(self.seen())
-        if self._saving.checkpoints is not None:
+        if self._saving.mine:
             begun = time.perf_counter()
-            self._tell_saved()
-            if last or self._best or self.stopping is not None or self._due():
+            self._saving.tell()
+            if last or self._best or self.stopping is not None or self._saving.due(self.step):
                 self._save()
             self.times.checkpoint += time.perf_counter() - begun
         self._best = False
 
-    def _due(self) -> bool:
-        if self._saving.every is not None:
-            return self.step % self._saving.every == 0
-        return time.monotonic() - self._saved_at > CHECKPOINT_SECONDS
-
-    def _save(self) -> None:
-        assert self._saving.checkpoints is not None and self.course is not None
-        refuse_not_finite(self.all_params(), self.step)
-        trees = {name: thing.state_dict() for name, thing in self._tracked.items()}
+    def _trees(self) -> dict[str, Any]:
+        """All state of the run that is the same on every worker."""
+        assert self.course is not None
+        trees = self._replica.trees()
         trees["session"] = {
             "loop": self._loop,
             "step": self.step,
@@ -482,28 +654,21 @@ class Session:
             "buffers": self.buffers.known,
             "epoch": self._epoch,
         }
-        volatile = [buffer for module in self._modules() for buffer in module.buffers()]
+        return trees
+
+    def _save(self) -> None:
+        refuse_not_finite(self.all_params(), self.step)
+        self.enter(Phase.CHECKPOINT)
+        trees = self._trees()
+        volatile = [buffer for module in self._replica.modules() for buffer in module.buffers()]
         if not self._overlap:
-            volatile += self._changed_by_anyone(trees)
-        # the record should not be behind the checkpoint that the run may go on from
-        self.channel.flush()
-        # `begin` would wait too, but only the last of two saves would be told of
-        self._saving.checkpoints.finish()
-        self._tell_saved()
-        self._saving.checkpoints.begin(self.step, trees, self._saving.meta, volatile=volatile, best=self._best)
-        self._saved_at = time.monotonic()
-
-    def _changed_by_anyone(self, trees: Mapping[str, Any]) -> list[Tensor]:
-        """Tensors that an own loop may change before `Step.apply`: all but those of the optimizers that it applies."""
-        mine = {id(param) for _, param in self.all_params()}
-        params = [param for module in self._modules() for param in module.parameters() if id(param) not in mine]
-        fixed = {name for name, thing in self._tracked.items() if isinstance(thing, nn.Module | torch.optim.Optimizer)}
-        others = [tensor for name, tree in trees.items() if name not in fixed for tensor in pack(tree)[1]]
-        return [*params, *others]
-
-    def _tell_saved(self) -> None:
-        assert self._saving.checkpoints is not None
-        saved = self._saving.checkpoints.check()
-        if saved is not None:
-            self.channel.emit(CheckpointSaved(step=saved.step, path=str(saved.path), best=saved.best))
-            self.channel.flush()
+            volatile += self._replica.changed_by_anyone(trees, {id(param) for _, param in self.all_params()})
+        best = self._best
+        if self._saving.overdue and self._best_step:
+            kept = self._saving.best_step()
+            best = best or (self._best_step == self.step and kept != self.step)
+            if not best and kept != self._best_step:
+                self._lost_best = kept
+        self._saving.begin(self.step, trees, volatile=volatile, best=best)
+        if self.standing is not None:
+            self.standing.fault("checkpoint", self.step - 1)

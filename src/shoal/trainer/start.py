@@ -14,21 +14,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.comm.choose import make_group
-from shoal.comm.group import Group
+from shoal.comm.group import Group, SoloGroup
 from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import Local
+from shoal.elastic.board import Place
+from shoal.elastic.control import Control
 from shoal.engines.world import World
 from shoal.trainer.channel import Channel
-from shoal.trainer.session import Saving, Session
+from shoal.trainer.elastic_channel import ElasticChannel
+from shoal.trainer.saving import Saving
+from shoal.trainer.session import Session
+from shoal.trainer.standing import Standing
 
 if TYPE_CHECKING:
-    from shoal.checkpoint import Loaded
+    from shoal.checkpoint import Checkpoints, Loaded
 
 Body = Callable[[Session], Any]
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
+REACH_SECONDS = 1.0
+"""How long a host may take to answer before a run that may change its members goes on without it."""
 ROOT_CAUSE_SECONDS = 2.0
 """How long to wait for the worker whose end broke the others' group."""
 
@@ -56,7 +63,15 @@ class Start:
         return None if self.run_dir is None else self.run_dir / "logs"
 
     def group(
-        self, store: Any, rank: int, size: int, device: torch.device, *, host: str | None, channel: Channel
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        host: str | None,
+        channel: Channel,
+        reach: float = 10.0,
     ) -> Group:
         """The group of all workers, once they have met."""
         return make_group(
@@ -69,29 +84,75 @@ class Start:
             collective=self.collective,
             run=self.run_id,
             warn=lambda text: channel.emit(Notice(step=0, text=text)),
+            reach=reach,
         )
 
-    def session(self, group: Any, channel: Channel, device: torch.device, *, starts_equal: bool) -> Session:
-        checkpoints = None
-        if self.run_dir is not None and group.rank == 0:
+    def elastic_session(
+        self,
+        control: Control,
+        channel: ElasticChannel,
+        place: Place,
+        seat: int,
+        *,
+        host: str,
+        workers: int,
+        faults: Any | None = None,
+    ) -> Session:
+        """The session of a worker whose run may change its members. It meets them when its loop begins."""
+        device = torch.device("cpu")
+
+        def make_group(store: Any, rank: int, size: int) -> Group:
+            return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS)
+
+        return Session(
+            SoloGroup(),
+            channel,
+            device=device,
+            seed=self.seed,
+            deterministic=self.deterministic,
+            saving=self._saving(channel),
+            loaded=self.loaded,
+            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
+            run_id=self.run_id,
+            run_dir=None if self.run_dir is None else str(self.run_dir),
+            standing=Standing(control, channel, place, seat, make_group, faults),
+        )
+
+    def _saving(self, channel: Channel) -> Saving:
+        folder = None if self.run_dir is None else self.run_dir / "checkpoints"
+        if folder is None:
+            return Saving(channel)
+
+        def make() -> Checkpoints:
             # here, as elsewhere in this package: `from shoal import Trainer` must not take long
             from shoal.checkpoint import Checkpoints
 
-            checkpoints = Checkpoints(
-                self.run_dir / "checkpoints",
-                keep=self.keep,
-                warn=lambda text: channel.emit(Notice(step=0, text=text)),
-            )
+            return Checkpoints(folder, keep=self.keep, warn=lambda text: channel.emit(Notice(step=0, text=text)))
+
+        return Saving(channel, make, self.checkpoint_every, self.meta)
+
+    def session(
+        self,
+        group: Any,
+        channel: Channel,
+        device: torch.device,
+        *,
+        starts_equal: bool,
+        place: Place | None = None,
+    ) -> Session:
+        saving = self._saving(channel)
+        saving.take_on(group.rank == 0)
         return Session(
             group,
             channel,
             device=device,
             seed=self.seed,
             deterministic=self.deterministic,
-            saving=Saving(checkpoints, self.checkpoint_every, self.meta),
+            saving=saving,
             loaded=self.loaded,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,
             starts_equal=starts_equal,
+            place=place,
             run_id=self.run_id,
             run_dir=None if self.run_dir is None else str(self.run_dir),
         )

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, share
-from shoal.core.errors import ConfigError, NotFiniteError
+from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import EpochDone, StepDone
 from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
 from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.loader import Loader, Stream
+from shoal.elastic.board import Phase
 from shoal.syncs.allreduce import Exchange
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
@@ -27,10 +28,13 @@ from shoal.trainer.loss import read_loss
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session, Trained
+    from shoal.trainer.standing import Standing
 
 _AGREE = len(REASONS)
-FLAGS = _AGREE + 1
-"""Flags before those of the parameters: one for each reason to stop, and one that asks all workers to agree."""
+_LEAVE = _AGREE + 1
+FLAGS = _LEAVE + 1
+"""Flags before those of the parameters: one for each reason to stop, one that asks all workers to agree on something
+new in this step, and one that asks all to leave the group after it, because members are to change."""
 HEAD = 2
 """Sums before those of logs and buffers: weight, loss."""
 
@@ -112,6 +116,12 @@ class Loop:
         self._asked.clear()
         self._stream.reset(number)
 
+    def regrouped(self, number: int) -> None:
+        """Members have changed: this worker has other atoms from this step on."""
+        self._groups.clear()
+        self._own.clear()
+        self.from_now_on(number)
+
     def close(self) -> None:
         self._stream.close()
 
@@ -166,6 +176,11 @@ class Step:
         self._phases = 0
         self._update: Update | None = None
         self._committed = False
+        self._broken = False
+        self._told: list[float] | None = None
+        """The summed flags, where the exchange is part of the iteration."""
+        self.overtaken = False
+        """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
 
     def _reset(self) -> None:
@@ -180,6 +195,47 @@ class Step:
     # -- a phase -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        if self._session.standing is None:
+            yield from self._phase()
+        else:
+            yield from self._until_exchanged(self._session.standing)
+
+    def _until_exchanged(self, standing: Standing) -> Iterator[Any]:
+        """Where members may change, the exchange belongs to the iteration: if it breaks, there are more batches."""
+        session = self._session
+        while True:
+            self._broken = False
+            try:
+                yield from self._phase()
+                if not self._broken:
+                    self._exchange(standing)
+            except GroupError:
+                self._broken = True
+            if not self._broken:
+                return
+            # outside the except block, where nothing holds on to the broken group
+            self._batches = None
+            # the same randomness again
+            self._in_phase, self._phases = False, 0
+            standing.regroup(session)
+            if session.step > self.number:
+                self.overtaken = self._complete = True
+                return
+
+    def _exchange(self, standing: Standing) -> None:
+        session = self._session
+        (trained,) = session.all_trained()
+        standing.fault("exchange", self.number)
+        with session.waiting(Phase.APPLY):
+            sums, flags = trained.exchange.finish(self._sums(), self._flags(trained.exchange, first=True))
+            session.compare_replicas(self.number)
+        self._told = flags.tolist()
+        self._obey(self._told)
+        self._update = self._settle(sums, agree=self._told[_AGREE] > 0)
+        session.confirm(self.number)
+        standing.fault("decide", self.number)
+
+    def _phase(self) -> Iterator[Any]:
         self._open_phase()
         place = 0
         while place < len(self._load()):
@@ -191,6 +247,8 @@ class Step:
             self._seed(self._spans[0])
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield batch
+            if self._broken:
+                return
             if self._again:
                 self._logs, self._new_logs = logs, self._new_logs[:new]
                 self._split(place)
@@ -210,6 +268,15 @@ class Step:
         self._sums_size = self._session.sums_size
         self._exposed = self._session.group.account.exposed
         self._session.open_exchanges(len(self._atoms))
+        self._session.enter(Phase.COMPUTE)
+        if self._session.standing is not None:
+            self._begin_computing(self._session.standing)
+
+    def _begin_computing(self, standing: Standing) -> None:
+        mine = self._loop.spans(self.samples, self._session.rank)
+        start = self.span.start
+        standing.computes(*((start + mine[0].start, start + mine[-1].stop) if mine else (0, 0)))
+        standing.fault("compute", self.number)
 
     def _count_exchange(self) -> None:
         """What this phase has waited for the exchange so far, in the hooks of backward too."""
@@ -279,7 +346,11 @@ class Step:
             session.arm()
         factor = float(self._count) if weight is None else 1.0
         scale = factor / self.samples
-        if scale == 1.0:
+        if session.standing is not None:
+            self._broken = session.standing.broken or not self._survives(value, scale, options)
+            if self._broken:
+                return
+        elif scale == 1.0:
             value.backward(**options)
         else:
             value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
@@ -292,6 +363,14 @@ class Step:
         elif self._calls == 1:
             self._weight += self._count
         self._add_logs(logs)
+
+    def _survives(self, value: Tensor, scale: float, options: Mapping[str, Any]) -> bool:
+        """Do the backward; whether the group, to which gradients may leave meanwhile, was still whole after it."""
+        try:
+            value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
+        except GroupError:
+            return False
+        return True
 
     def log(self, **values: float) -> None:
         """Log numbers for this batch; their mean over the global batch is reported with the step."""
@@ -327,6 +406,7 @@ class Step:
         asked = session.channel.stop_asked()
         values = [float(reason == asked) for reason in REASONS]
         values.append(float(first and bool(self._new_logs or session.buffers.changes)))
+        values.append(float(session.standing is not None and session.standing.leaving))
         values += [float(used) for used in exchange.used()]
         return torch.tensor(values, dtype=torch.float32, device=session.device)
 
@@ -347,15 +427,21 @@ class Step:
         trained = session.trained(optimizer) or self._adopted(optimizer)
         first = not self._applied
         self._applied.add(id(optimizer))
-        # What belongs to the phase is told once, with the first optimizer.
-        sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
-        sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first))
-        told = flags.tolist()
-        self._obey(told)
-        if first:
-            self._update = self._settle(sums, agree=told[_AGREE] > 0)
+        told = self._told
+        if told is None:
+            # What belongs to the phase is told once, with the first optimizer.
+            sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
+            session.enter(Phase.EXCHANGE)
+            sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first))
+            session.enter(Phase.APPLY)
+            told = flags.tolist()
+            self._obey(told)
+            if first:
+                self._update = self._settle(sums, agree=told[_AGREE] > 0)
         assert self._update is not None
         self._set_gradients(trained.params, told[FLAGS:], self._update.weight)
+        for param in trained.frozen:
+            param.grad = None  # thawed while the step was computed: it takes part from the next one on
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
         self._count_exchange()
         session.before_change()
@@ -384,6 +470,8 @@ class Step:
         for reason, flag in zip(REASONS, flags, strict=False):
             if flag > 0 and self._session.stopping is None:
                 self._session.stopping = reason
+        if self._session.standing is not None and flags[_LEAVE] > 0:
+            self._session.standing.due = True
 
     def _settle(self, sums: Tensor, *, agree: bool) -> Update:
         """Read the summed vector; where workers met something new in this step, agree on it."""
@@ -472,13 +560,22 @@ class Step:
                 return f"all parameters are finite; the first whose gradient is not is {name!r}"
         return "all parameters and gradients are finite"
 
+    def _shares(self) -> list[list[tuple[int, int]]]:
+        """For each rank the positions of the epoch that it computes."""
+        start = self.span.start
+        shares = [self._loop.spans(self.samples, rank) for rank in range(self._session.workers)]
+        return [[(start + span.start, start + span.stop) for span in share] for share in shares]
+
     def commit(self) -> Update | None:
         """The step is done; what was applied is what counts. Called by the loop if the body does not."""
         if self._committed:
             return self._update
-        self._refuse_unapplied()
+        if not self.overtaken:
+            self._refuse_unapplied()
         self._committed = True
         session, update = self._session, self._update
+        if self.overtaken:
+            return None
         if self._batches is None:
             self._loop.take(self.span)
         session.samples += self._loop.own_samples(self.samples)
@@ -495,6 +592,9 @@ class Step:
                 traffic=session.step_traffic(),
             )
             session.channel.emit(done)
+        if session.standing is not None:
+            session.standing.committed(self.number, self._shares, session.digest)
+            session.standing.fault("commit", self.number)
         if self.span.stop == self._loop.course.size:
             session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         return update

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 
 from shoal.comm.shm.segment import sweep
 from shoal.core.errors import ShoalError
-from shoal.core.events import Notice
+from shoal.core.events import Notice, Stop
 from shoal.data.parcel import seal, unseal
+from shoal.elastic.board import Board
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
 from shoal.engines.places import Place, enter, spread
 from shoal.trainer.channel import (
@@ -32,19 +33,21 @@ from shoal.trainer.logs import Tail, begin_log, log_failure
 from shoal.trainer.messages import Decided, Failed, Happened, Returned, StopAsked, decode_up, encode
 from shoal.trainer.session import Session
 from shoal.trainer.start import (
+    GROUP_TIMEOUT,
     LOOPBACK,
     ROOT_CAUSE_SECONDS,
     Body,
     Start,
     deterministic_algorithms,
 )
+from shoal.trainer.vigil import Vigil
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link, LinkClosed
 
 _TICK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 0.5
 """How long the end of a run waits for worker 0 when another one has failed."""
-_SIGNAL_NOTICE = {
+SIGNAL_NOTICE = {
     PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
     INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
 }
@@ -64,9 +67,10 @@ def run_forked(
     that are open before, and meet through a file.
     """
     places = spread(hosts, workers) if hosts else [None] * workers
+    board = Board(workers)
 
     def main(rank: int, link: Link, scratch: Path) -> None:
-        _worker(rank, workers, link, scratch, body, start, places[rank])
+        _worker(rank, workers, link, scratch, body, start, places[rank], board)
 
     try:
         with (
@@ -79,7 +83,16 @@ def run_forked(
         sweep()
 
 
-def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, start: Start, place: Place | None) -> None:
+def _worker(
+    rank: int,
+    workers: int,
+    link: Link,
+    scratch: Path,
+    body: Body,
+    start: Start,
+    place: Place | None,
+    board: Board,
+) -> None:
     leave_sigterm_to_the_supervisor()
     begin_log(start.logs, rank)
     torch.set_num_threads(1)
@@ -93,8 +106,11 @@ def _worker(rank: int, workers: int, link: Link, scratch: Path, body: Body, star
         store = distributed.FileStore(str(scratch / "store"), workers)
         address = LOOPBACK if place is None else place.address
         group = start.group(store, rank, workers, torch.device("cpu"), host=address, channel=channel)
-        session = start.session(group, channel, torch.device("cpu"), starts_equal=True)
-        with deterministic_algorithms(start.deterministic):
+        on_board = board.place(rank)
+        on_board.begin(os.getpid())
+        session = start.session(group, channel, torch.device("cpu"), starts_equal=True, place=on_board)
+        vigil = Vigil(board, rank, workers, GROUP_TIMEOUT.total_seconds(), channel.urge)
+        with deterministic_algorithms(start.deterministic), vigil.kept() if workers > 1 else nullcontext():
             value = body(session)
             session.finish_saving()
         channel.flush()
@@ -168,8 +184,8 @@ class _Supervisor:
         if wanted is not None and not self._passed_on:
             self._passed_on = True
             self._crew.send(0, encode(StopAsked(wanted)))
-            if wanted in _SIGNAL_NOTICE:
-                self._watch(Notice(step=self._step, text=_SIGNAL_NOTICE[wanted]))
+            if wanted in SIGNAL_NOTICE:
+                self._watch(Notice(step=self._step, text=SIGNAL_NOTICE[wanted]))
 
     def _take(self, arrival: Message) -> None:
         message = decode_up(arrival.header)
@@ -187,7 +203,7 @@ class _Supervisor:
     def _tell(self, message: Happened) -> None:
         for event in message.events:
             self._step = event.step
-            if self._watch(event) is not None:
+            if isinstance(self._watch(event), Stop):
                 self._decided = STOPPED
         if message.ask:
             self._crew.send(0, encode(Decided(self._wanted())))

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shoal.core import settings, spec
 from shoal.core.atoms import Course
-from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
+from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
 from shoal.core.events import Callback, WorkerSeen
+from shoal.core.permutation import Permutation
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
@@ -37,6 +38,7 @@ from shoal.trainer.arguments import (
 )
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
+from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
@@ -61,10 +63,15 @@ from shoal.trainer.start import (
     is_main_process,
     is_spmd,
 )
+from shoal.trainer.step import order_key
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
+
+
+DEFAULT_RESTARTS = 3
+"""How often a run whose members may change starts again after it has lost all of them."""
 
 
 class Trainer(Configured):
@@ -80,7 +87,10 @@ class Trainer(Configured):
     data_workers: loader processes per worker; None decides by measuring the first steps.
     predict: fn(model, batch) -> (prediction, target). metrics: names, or objects as in `shoal.Metric`.
     batch_size: samples per step over all workers. epochs: passes over the data (1); steps: exactly so many instead.
-    workers: None is one per core. min_workers, max_workers: membership is fixed in this version; leave them None.
+    workers: None is one per core. min_workers, max_workers: between these, workers may die, leave and join while the
+        run goes on (docs/elastic.md); below the least it waits. Without them the run has exactly its workers, and
+        ends with an error if one of them dies. restarts: how often it may start again from its last checkpoint if all
+        workers are lost (3, where members may change). faults: a `shoal.testing.FaultPlan`, for tests.
     layout, sync, codec, precision, engine: this version has "single", "allreduce", "none", "fp32", "local".
     collective: how workers sum: "shm" (shared memory), "hierarchical" (that inside hosts, a ring between them), "gloo"
         or "nccl"; "auto" chooses by where the workers are.
@@ -131,6 +141,8 @@ class Trainer(Configured):
         keep: int = 3,
         eval_every: int | None = None,
         engine: str | spec.Local = "local",
+        restarts: int | None = None,
+        faults: Any | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         for kind, given in (("layout", layout), ("sync", sync), ("codec", codec), ("precision", precision)):
@@ -138,7 +150,7 @@ class Trainer(Configured):
         self.collective = spec.check_collective(collective)
         self.engine: spec.Local = spec.parse("engine", engine)
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
-        _check_membership(self.workers, min_workers, max_workers)
+        self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine)
         check_model(model)
         check_optimizer(optimizer)
         check_loss(loss)
@@ -302,24 +314,74 @@ class Trainer(Configured):
 
         def body(session: Session) -> dict[str, Any]:
             figures, average = train(session, model, recipe)
-            session.finish_saving()
             averages = average.state_dict() if average is not None else {}
-            if landing is None or landed is None:
+            trained = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+            def last() -> None:
+                session.finish_saving()
+                if landing is not None and landed is not None and session.rank == 0:
+                    landing.put(trained)
+                    landed.put(averages)
+
+            session.farewell(last)
+            if landing is not None:
+                figures["landed"] = landing.fitting(trained)
+            else:
                 for name, value in averages.items():
                     kept[name].copy_(value)
-            elif session.rank == 0:
-                figures["landed"] = landing.put({**dict(model.named_parameters()), **dict(model.named_buffers())})
-                landed.put(averages)
             figures["seen"] = msgspec.to_builtins(session.seen())
             figures["run"] = [start.run_id, str(start.run_dir)]
             return figures
 
-        values = run(body, start, workers=self.workers, engine=self.engine, watch=watch, signals=signals)
+        values = self._until_complete(body, start, watch, signals)
         if landing is not None and landed is not None:
             landing.take(state, values[0]["landed"])
             landed.take(kept, kept)
         self.average = kept or None
         return values
+
+    def _until_complete(
+        self, body: Callable[[Session], Any], start: Start, watch: Watch, signals: StopSignals
+    ) -> list[dict[str, Any]]:
+        """Run, and start again from the last checkpoint if every worker is lost, as often as `restarts=` allows."""
+        elasticity = self.elasticity
+        left = 0 if elasticity is None else elasticity.restarts
+        while True:
+            try:
+                return run(
+                    body,
+                    start,
+                    workers=self.workers,
+                    engine=self.engine,
+                    watch=watch,
+                    signals=signals,
+                    elasticity=elasticity,
+                )
+            except EverythingLost as error:
+                if not left or elasticity is None:
+                    raise
+                lost = str(error)
+                elasticity = replace(elasticity, before=error.term)
+            except WorkerError as error:
+                self._name_samples(error)
+                raise
+            left -= 1
+            found, _ = find_checkpoint("last", run_dir=start.run_dir, name=self.name, warn=watch.warn)
+            loaded = found or start.loaded
+            origin = "from the beginning" if loaded is None else f"from step {loaded.step} ({loaded.path})"
+            watch.restarted(0 if loaded is None else loaded.step, f"{lost}; going on {origin}; {left} restarts left")
+            start = replace(start, loaded=loaded)
+
+    def _name_samples(self, error: WorkerError) -> None:
+        """Two workers died of the same samples: which items of the data set these are."""
+        if self.elasticity is None or error.positions is None or error.step is None or error.worker is not None:
+            return
+        course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
+        first, last = error.positions
+        order = Permutation(course.size, order_key(self.seed, error.step // course.steps_per_epoch))
+        items = order.span(first, last + 1).tolist()
+        shown = ", ".join(f"data[{item}]" for item in items[:20]) + (" …" if len(items) > 20 else "")
+        error.add_note(f"\n  these samples are {shown}")
 
     def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float) -> Result:
         first, told = values[0], [value["seen"] for value in values]
@@ -496,13 +558,34 @@ class _Folder:
             self._held.close(keep=self.watch.began)
 
 
-def _check_membership(workers: int, least: int | None, most: int | None) -> None:
-    for name, value in (("min_workers", least), ("max_workers", most)):
-        if value is not None and value != workers:
-            raise ConfigError(
-                f"{name}={value!r}: this version has a fixed number of workers ({workers}); leave {name} out, "
-                "or set it to workers"
-            )
+def _elasticity(
+    workers: int, least: int | None, most: int | None, restarts: int | None, faults: Any | None, engine: spec.Local
+) -> Elasticity | None:
+    """How members may change; None where they may not."""
+    check_whole(1, optional=True, min_workers=least, max_workers=most)
+    check_whole(0, optional=True, restarts=restarts)
+    if least is None and most is None and restarts is None and faults is None:
+        return None
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"min_workers={least} is more than max_workers={most}; it must be at most that")
+    if least is not None and least > workers:
+        raise ConfigError(f"min_workers={least} is more than workers={workers}; the run could not begin: lower it")
+    if most is not None and most < workers:
+        raise ConfigError(f"max_workers={most} is less than workers={workers}; raise it, or lower workers=")
+    if most is not None:
+        check_workers(most)
+    if is_spmd(engine):
+        raise ConfigError(
+            "min_workers, max_workers, restarts and faults are for workers that fit() starts itself; a launcher has "
+            "started this one (or engine= asks for one script per worker): leave them out, and let the launcher restart"
+        )
+    return Elasticity(
+        workers=workers,
+        least=1 if least is None else least,
+        most=workers if most is None else most,
+        restarts=DEFAULT_RESTARTS if restarts is None else restarts,
+        faults=faults,
+    )
 
 
 def _check_metrics(metrics: Sequence[str | Metric], predict: PredictFn | None) -> None:

@@ -24,10 +24,12 @@ from shoal.core.events import (
     AnyEvent,
     Callback,
     CheckpointSaved,
+    Notice,
     Preparing,
     RunEnded,
     RunFailed,
     RunStarted,
+    Scale,
     StepDone,
     Stop,
     WorkerSeen,
@@ -50,8 +52,8 @@ REPORT = "report.html"
 class Watcher(Protocol):
     """What a run tells its surroundings. Called on the thread that runs it."""
 
-    def __call__(self, event: AnyEvent) -> Stop | None:
-        """An event; the answer may end the run."""
+    def __call__(self, event: AnyEvent) -> Stop | Scale | None:
+        """An event; the answer may end the run, or ask for another number of workers."""
 
     def tick(self) -> None:
         """Some time has passed, about a tenth of a second."""
@@ -130,6 +132,10 @@ class Watch:
         self._bytes_sent += seen.bytes_sent
         self(seen)
 
+    def restarted(self, step: int, text: str) -> None:
+        """All workers were lost, and the run goes on from this step."""
+        self(Notice(step=step, text=text))
+
     def ended_early(self, reason: str | None) -> None:
         """For an own loop, which does not say how it ended: as `reason` says, or complete."""
         if self._ended is None:
@@ -153,14 +159,14 @@ class Watch:
 
     # -- for the run ---------------------------------------------------------------------------------------------------
 
-    def __call__(self, event: AnyEvent) -> Stop | None:
+    def __call__(self, event: AnyEvent) -> Stop | Scale | None:
         if isinstance(event, RunEnded):
             # The last word: it is passed on when all is done, or not at all if something fails until then.
             self._ended = event
             return None
         return self._pass_on(event)
 
-    def _pass_on(self, event: AnyEvent) -> Stop | None:
+    def _pass_on(self, event: AnyEvent) -> Stop | Scale | None:
         if isinstance(event, RunStarted) and self._identity is not None:
             config = {name: setting.value for name, setting in self._identity.config.items()}
             event = msgspec.structs.replace(event, name=self._identity.name, config=config)
@@ -171,7 +177,8 @@ class Watch:
             for watcher in (self._summary, self._recorder):
                 if watcher is not None:
                     watcher(event)
-        stop = None
+        stop: Stop | None = None
+        scale: Scale | None = None
         for listener in self._listeners:
             listener(event)
         for number, callback in enumerate(self._callbacks):
@@ -183,8 +190,9 @@ class Watch:
                 error.add_note(f"\n  callbacks[{number}], {name}, raised it for {what}")
                 raise
             stop = answer if isinstance(answer, Stop) else stop
+            scale = answer if isinstance(answer, Scale) else scale
         self.stop = self.stop or stop
-        return stop
+        return stop or scale
 
     def tick(self) -> None:
         self._display.tick()

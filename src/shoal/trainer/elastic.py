@@ -1,0 +1,110 @@
+"""Runs whose workers may die, stop, leave and join: what they are started with, and how."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.shm.segment import sweep
+from shoal.core.version import __version__
+from shoal.elastic.access import Access
+from shoal.elastic.board import Board
+from shoal.elastic.membership import Plan
+from shoal.engines.local import LocalEngine
+from shoal.engines.places import Place, spread
+from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
+from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
+from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
+from shoal.trainer.elasticity import Elasticity, EverythingLost
+from shoal.trainer.logs import Tail
+from shoal.trainer.start import Body, Start
+from shoal.trainer.watch import Watcher
+from shoal.wire.curve import Keys
+from shoal.wire.link import Link
+
+__all__ = ["Elasticity", "EverythingLost", "run_elastic"]
+
+GRACE_SECONDS = 300.0
+"""For workers whose supervisor was killed to end the step in progress and to checkpoint."""
+
+
+def run_elastic(
+    body: Body,
+    start: Start,
+    elasticity: Elasticity,
+    watch: Watcher,
+    signals: StopSignals | None,
+    hosts: Sequence[Place] = (),
+) -> list[Any]:
+    """`body(session)` on workers that come and go; what those that were there at the end returned, in order of seat.
+
+    With `hosts`, the hosts of a lab, the workers run there, and the coordinator on the first of them. Raises
+    EverythingLost if nobody is left who has the state of the run, and WorkerError for whatever else ends it.
+    """
+    plan = Plan(
+        workers=elasticity.workers,
+        least=elasticity.least,
+        most=elasticity.most,
+        version=__version__,
+        run=start.run_id,
+        before=elasticity.before,
+    )
+    keys = Keys.make()
+    board = Board(2 * elasticity.most + 8)
+    places = _Places(hosts, elasticity.workers)
+
+    def main(seat: int, link: Link, scratch: Path) -> None:
+        access = Access(start.run_id, control_folder(start.run_dir, scratch), keys)
+        if seat == COORDINATOR_SEAT:
+            be_coordinator(link, access, plan, places.of_coordinator())
+        else:
+            be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat)))
+
+    try:
+        with (
+            Tail(start.logs, 0, watch.output) as tail,
+            _cleared(start.run_dir),
+            LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=GRACE_SECONDS) as crew,
+        ):
+            folder = control_folder(start.run_dir, crew.scratch)
+            folder.mkdir(mode=0o700, parents=True)
+            keys.write(folder)
+            return Supervisor(crew, board, elasticity, watch, signals, tail).watch()
+    finally:
+        if elasticity.faults is not None:
+            elasticity.faults.finish()
+        # workers that were all ended while they met, or while they made room for gradients
+        sweep()
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which host of a lab each process runs on; None where there is no lab."""
+
+    hosts: Sequence[Place]
+    workers: int
+
+    def of_coordinator(self) -> Place | None:
+        return self.hosts[0] if self.hosts else None
+
+    def of(self, seat: int) -> Place | None:
+        if not self.hosts:
+            return None
+        return spread(self.hosts, self.workers)[seat] if seat < self.workers else self.hosts[seat % len(self.hosts)]
+
+
+@contextmanager
+def _cleared(run_dir: Path | None) -> Iterator[None]:
+    """Before and after: no control folder. A supervisor that was killed may have left one."""
+    folder = None if run_dir is None else control_folder(run_dir, run_dir)
+    try:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        yield
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

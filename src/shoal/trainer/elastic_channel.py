@@ -1,0 +1,191 @@
+"""A worker's channel in a run whose workers come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.core.events import AnyEvent, Notice, Preparing, RunStarted, WorkerSeen
+from shoal.trainer.channel import PREEMPTED
+from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, decode_down, encode
+from shoal.wire.link import Link, LinkClosed
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_FLUSH_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
+_KEPT = 1000
+
+
+class ElasticChannel:
+    """Over the link to the supervisor, for a worker whose rank changes.
+
+    Every worker builds all events of the run. The one that speaks, rank 0, sends them once they are confirmed: before
+    that, a death could still take back what it has done. The others keep the last thousand, and one that begins to
+    speak sends them all; the supervisor knows which it has had.
+
+    Nothing raises when the supervisor is gone: the worker is orphaned then, which is a reason to stop, checkpointed.
+    Called on the worker's main thread; `emit` and `flush` on any.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._speaks: bool | None = None  # None: nobody has said yet
+        self._confirmed = 0
+        self._kept: deque[AnyEvent] = deque(maxlen=_KEPT)
+        self._pending: list[AnyEvent] = []  # to be sent once they are confirmed
+        self._going: list[AnyEvent] = []  # with the next message
+        self._early: deque[AnyEvent] = deque(maxlen=_KEPT)  # for people, from before anybody spoke
+        self._flushed = time.monotonic()
+        self._looked = 0.0
+        self._stop: str | None = None
+        self.orphaned = False
+        """Whether the supervisor was found gone."""
+
+    def emit(self, event: AnyEvent) -> None:
+        """Tell, once it is confirmed; of itself (`WorkerSeen`) every worker tells at once."""
+        with self._lock:
+            self._sort(event)
+            self._release()
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def decide(self, event: AnyEvent) -> None:
+        """Tell, which confirms all steps until this one; who speaks waits for what those who watch decide."""
+        self.confirm(event.step)
+        with self._lock:
+            self._sort(event)
+            self._release()
+        if self._speaks:
+            self._send(ask=True)
+            self._await_decision()
+
+    def stop_asked(self) -> str | None:
+        """One of `REASONS`, once somebody has asked, or once the supervisor is gone."""
+        now = time.monotonic()
+        if self._stop is None and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            self._look()
+        return self._stop
+
+    def flush(self) -> None:
+        """Send what is confirmed."""
+        if self._going:
+            self._send(ask=False)
+
+    def speak(self, on: bool) -> None:
+        """Whether this worker tells for all from now on."""
+        with self._lock:
+            if on and not self._speaks:
+                self._pending = list(self._kept)
+                self._going += self._early
+            elif not on:
+                self._pending = []
+            self._speaks = on
+            self._early.clear()
+            self._release()
+
+    def confirm(self, step: int) -> None:
+        """All members have applied the steps until this one: nothing takes them back."""
+        with self._lock:
+            self._confirmed = max(self._confirmed, step)
+            self._release()
+
+    def pending(self) -> list[AnyEvent]:
+        """What has been emitted here and is not confirmed: one that copies this worker's state needs it too."""
+        with self._lock:
+            return [event for event in self._kept if event.step > self._confirmed]
+
+    def adopt(self, events: Sequence[AnyEvent]) -> None:
+        """Take over what is `pending` on the worker whose state this one has copied, in place of its own."""
+        with self._lock:
+            sure = [event for event in self._kept if event.step <= self._confirmed]
+            self._kept = deque([*sure, *events], maxlen=_KEPT)
+            if self._speaks:
+                self._pending = [event for event in self._pending if event.step <= self._confirmed] + list(events)
+
+    def complete(self) -> None:
+        """The run is complete on all members: everything is confirmed, and sent."""
+        with self._lock:
+            self._going += self._pending
+            self._pending = []
+        self.flush()
+
+    def give(self, message: Returned | Failed | Departed, buffers: Sequence[Buffer] = ()) -> None:
+        """Send this worker's last word."""
+        try:
+            self._link.send(encode(message), buffers)
+        except LinkClosed:
+            self._orphan()
+
+    def await_end(self) -> None:
+        """Wait until the supervisor closes the link, or is gone."""
+        try:
+            while True:
+                self._link.recv()
+        except LinkClosed:
+            self._orphan()
+
+    def _sort(self, event: AnyEvent) -> None:
+        if isinstance(event, WorkerSeen):
+            self._going.append(event)
+        elif isinstance(event, Notice | Preparing):
+            if self._speaks is None:
+                self._early.append(event)
+            elif self._speaks:
+                self._going.append(event)
+        else:
+            self._kept.append(event)
+            if self._speaks:
+                self._pending.append(event)
+
+    def _release(self) -> None:
+        if not self._pending:
+            return
+        waiting: list[AnyEvent] = []
+        for event in self._pending:
+            # not in order of the list: a checkpoint of an earlier step is told later, by another thread
+            go = event.step <= self._confirmed or isinstance(event, RunStarted)
+            (self._going if go else waiting).append(event)
+        self._pending = waiting
+
+    def _send(self, *, ask: bool) -> None:
+        with self._lock:
+            going, self._going = self._going, []
+            self._flushed = time.monotonic()
+            try:
+                self._link.send(encode(Happened(going, ask)))
+            except LinkClosed:
+                self._orphan()
+
+    def _await_decision(self) -> None:
+        try:
+            while not self.orphaned and not self._take():
+                pass
+        except LinkClosed:
+            self._orphan()
+
+    def _look(self) -> None:
+        try:
+            while self._link.poll(0):
+                self._take()
+        except LinkClosed:
+            self._orphan()
+
+    def _take(self) -> bool:
+        """Take in one message; whether it was a decision."""
+        message = decode_down(self._link.recv()[0])
+        if isinstance(message, Decided):
+            self._stop = self._stop or message.stop
+            return True
+        self._stop = self._stop or message.reason
+        return False
+
+    def _orphan(self) -> None:
+        self.orphaned = True
+        self._stop = self._stop or PREEMPTED

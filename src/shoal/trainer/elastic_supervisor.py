@@ -1,0 +1,400 @@
+"""The supervisor of an elastic run: it starts and ends processes as the coordinator orders, and tells who watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shoal.core.errors import WorkerError
+from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop
+from shoal.data.parcel import unseal
+from shoal.elastic import messages as said
+from shoal.elastic.board import Board, Phase
+from shoal.engines.local import Crew, Ended, Message
+from shoal.engines.look import GONE, SLOW, Look, is_halted
+from shoal.trainer.channel import STOPPED, StopSignals
+from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
+from shoal.trainer.elasticity import Elasticity, EverythingLost
+from shoal.trainer.failure import as_error
+from shoal.trainer.logs import Tail
+from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
+from shoal.trainer.start import ROOT_CAUSE_SECONDS
+from shoal.trainer.supervise import SIGNAL_NOTICE
+from shoal.trainer.watch import Watcher
+
+COORDINATOR_SEAT = said.MOST_SEATS
+
+_TICK_SECONDS = 0.1
+_SAMPLE_SECONDS = 0.05
+_SILENT_SECONDS = 10.0
+"""Of a coordinator that speaks once a second; then another one takes its place."""
+_BLOCKED_SECONDS = 1.0
+_COORDINATOR_SECONDS = 0.5
+"""Between two looks at the coordinator."""
+_LAST_WORDS_SECONDS = 0.3
+_MOST_TEXT = 2000
+_FAR = 1000
+_MOST_COORDINATORS, _WITHIN_SECONDS = 10, 10.0
+
+
+class Supervisor:
+    """Watches a crew until every worker that lives has returned. For one thread."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        board: Board,
+        elasticity: Elasticity,
+        watch: Watcher,
+        signals: StopSignals | None,
+        tail: Tail,
+    ) -> None:
+        self._crew = crew
+        self._board = board
+        self._elasticity = elasticity
+        self._watch = watch
+        self._signals = signals
+        self._tail = tail
+        self._told = Told()
+        self._living: set[int] = set()
+        self._acts = _Acts(crew, self._living, self._rescale)
+        self._values: dict[int, Any] = {}
+        self._departed: set[int] = set()  # told to leave; their process may still be there
+        self._ends: dict[int, str | None] = {}  # how the last process of a seat ended, in words; None: as it was told
+        self._kills: dict[int, str] = {}  # why the coordinator had the process of a seat killed
+        self._members: list[int] = []
+        self._term = 0
+        self._known: set[int] = set()
+        self._looks: dict[int, Look] = {}
+        self._looking: set[int] = set()
+        self._coordinators: deque[float] = deque(maxlen=_MOST_COORDINATORS + 1)
+        self._glanced = 0.0
+        self._pulse = time.monotonic()
+        """When the coordinator was last heard."""
+        self._ticked = 0.0
+        self._step = 0
+        self._decided: str | None = None
+        self._passed_on: str | None = None
+        self._wish: tuple[int, float] | None = None  # so many workers, and when that was asked for
+
+    def watch(self) -> list[Any]:
+        """Until the run is over; the values in order of seat. Raises what ended it before."""
+        try:
+            return self._watch_until_over()
+        except EverythingLost as lost:
+            # more than the coordinator can have declared since the last one that stood
+            lost.term = max(self._term, self._elasticity.before) + _FAR
+            raise
+
+    def _watch_until_over(self) -> list[Any]:
+        self._start_coordinator()
+        while not self._over():
+            self._pass_on_stop()
+            arrival = self._crew.next(_SAMPLE_SECONDS if self._looking else _TICK_SECONDS)
+            self._tick()
+            if isinstance(arrival, Message):
+                self._take(arrival)
+            elif arrival is not None:
+                self._bury(arrival)
+        self._close_coordinator()
+        return [self._values[seat] for seat in sorted(self._values)]
+
+    def _over(self) -> bool:
+        if not self._values:
+            return False
+        late = self._living - self._departed - self._values.keys()
+        # one that is still starting, or wants to join, has nothing to return
+        return not late or (bool(self._members) and not late & set(self._members))
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._looking:
+            self._sample(now)
+        if now - self._glanced > _COORDINATOR_SECONDS:
+            self._glanced = now
+            pid = self._crew.pids().get(COORDINATOR_SEAT)
+            if pid is not None and (is_halted(pid) or now - self._pulse > _SILENT_SECONDS):
+                self._crew.kill(COORDINATOR_SEAT)
+        if now - self._ticked > _BLOCKED_SECONDS:
+            self._pulse = now  # a callback has kept us from listening
+        if now - self._ticked > _TICK_SECONDS:
+            self._ticked = now
+            self._tail.look()
+            self._watch.tick()
+
+    def _sample(self, now: float) -> None:
+        """Look at the processes that the coordinator has asked about, and answer where there is an answer."""
+        pids = self._crew.pids()
+        for seat in sorted(self._looking):
+            found = self._look(seat, pids.get(seat), now)
+            if found is not None:
+                self._looking.discard(seat)
+                self._report(said.Looked(seat, *found))
+
+    def _look(self, seat: int, pid: int | None, now: float) -> tuple[str, str] | None:
+        if seat not in self._living:
+            return GONE, "there is no process in this seat"
+        if pid is None:
+            return SLOW, "it is being started"
+        look = self._looks.get(seat)
+        if look is None or look.pid != pid:
+            look = self._looks[seat] = Look(pid)
+        return look.take(self._board.see(seat).ticks, now)
+
+    # -- asking workers to stop ----------------------------------------------------------------------------------------
+
+    def _wanted(self) -> str | None:
+        return (self._signals.asked if self._signals is not None else None) or self._decided
+
+    def _pass_on_stop(self) -> None:
+        wanted = self._wanted()
+        if wanted is None or self._passed_on is not None:
+            return
+        self._passed_on = wanted
+        for seat in sorted(self._living):
+            self._crew.send(seat, encode(StopAsked(wanted)))
+        if wanted in SIGNAL_NOTICE:
+            self._tell(Notice(step=self._step, text=SIGNAL_NOTICE[wanted]))
+
+    # -- the coordinator -----------------------------------------------------------------------------------------------
+
+    def _start_coordinator(self) -> None:
+        now = time.monotonic()
+        self._coordinators.append(now)
+        self._pulse = now
+        self._looking.clear()
+        self._crew.add(COORDINATOR_SEAT)
+        self._report(said.Present(sorted(self._living - self._departed)))
+        if self._wish is not None and now - self._wish[1] < _COORDINATOR_SECONDS + 1.0:
+            # the one before may not have heard it
+            self._report(said.Rescale(self._wish[0]))
+
+    def _restart_coordinator(self, end: Ended) -> None:
+        if end.why:
+            raise EverythingLost(
+                "the process that workers and coordinator are forked from has ended, and all of them with it; or the "
+                f"coordinator cannot be started again ({end.why})"
+            )
+        count = len(self._coordinators)
+        if count > _MOST_COORDINATORS and time.monotonic() - self._coordinators[0] < _WITHIN_SECONDS:
+            raise WorkerError(
+                f"the coordinator of the run ended {count} times within {_WITHIN_SECONDS:.0f} s; the last one "
+                f"{how_it_ended(end)}. What it said is on stderr; please report it"
+            )
+        self._start_coordinator()
+
+    def _close_coordinator(self) -> None:
+        self._report(said.Closing())
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and COORDINATOR_SEAT in self._crew.pids():
+            self._crew.next(left)
+
+    def _report(self, report: said.FromEngine) -> None:
+        self._crew.send(COORDINATOR_SEAT, said.encode(report))
+
+    def _obey(self, order: said.ToEngine) -> None:
+        if isinstance(order, said.Start):
+            self._start(order.seat)
+        elif isinstance(order, said.Kill):
+            if order.seat in self._living:
+                self._kills[order.seat] = order.why
+                self._crew.kill(order.seat)
+        elif isinstance(order, said.Look):
+            if order.seat in self._looks and order.seat not in self._looking:
+                self._looks[order.seat].again()
+            self._looking.add(order.seat)
+        elif isinstance(order, said.Say):
+            self._tell(Notice(step=self._step, text=order.text))
+        elif isinstance(order, said.Changed):
+            self._change(order)
+        elif isinstance(order, said.Fail):
+            self._hear_the_others()
+            kind = EverythingLost if order.everything else WorkerError
+            text = order.text + (self._last_ends() if order.everything else "")
+            raise kind(text, step=order.step, positions=order.positions)
+
+    def _start(self, seat: int) -> None:
+        if seat in self._living:
+            return
+        if seat >= self._board.seats:
+            self._report(said.Ended(seat, f"was not started: there are {self._board.seats} seats"))
+            return
+        self._tail.follow(seat)
+        self._living.add(seat)
+        self._departed.discard(seat)
+        self._kills.pop(seat, None)
+        self._looks.pop(seat, None)
+        self._crew.add(seat)
+        if self._passed_on is not None:
+            self._crew.send(seat, encode(StopAsked(self._passed_on)))
+
+    def _change(self, change: said.Changed) -> None:
+        members, joined, lost = (_seats(names) for names in (change.members, change.joined, change.lost))
+        first, again = self._term == 0, change.term == self._term
+        known, self._known = self._known, self._known | set(members)
+        self._term, self._members = change.term, members
+        if first or again:
+            return
+        left = set(_seats(change.left))
+        text = change_in_words(
+            len(members), joined, lost, known, lambda seat: None if seat in left else self._why_lost(seat)
+        )
+        for seat in joined:
+            self._ends.pop(seat, None)
+        self._tell(Regrouped(step=self._step, term=change.term, workers=members, joined=joined, lost=lost))
+        self._tell(Notice(step=self._step, text=text))
+
+    def _why_lost(self, seat: int) -> str | None:
+        if seat in self._kills:
+            return self._why_killed(seat, where_it_was(self._board.see(seat)))  # it may not have ended yet
+        return None if seat in self._departed else self._ends.get(seat, "is lost")
+
+    def _last_ends(self) -> str:
+        """How the last processes of all seats ended, for the end of a sentence."""
+        told = [f"worker {seat} {how}" for seat, how in sorted(self._ends.items()) if how]
+        where = f"; logs: {self._tail.folder}" if told and self._tail.folder is not None else ""
+        return f" ({'; '.join(told)}){where}" if told else ""
+
+    def _why_killed(self, seat: int, where: str = "") -> str:
+        why = self._kills[seat].replace(said.name_of(seat), "it", 1)
+        return f"was killed{where}, because {why}"
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _take(self, arrival: Message) -> None:
+        if arrival.worker == COORDINATOR_SEAT:
+            self._pulse = time.monotonic()
+            self._obey(said.decode_to_engine(arrival.header))
+            return
+        message = decode_up(arrival.header)
+        if isinstance(message, Returned):
+            parcel, *buffers = arrival.buffers
+            self._values[arrival.worker] = unseal(bytes(parcel), buffers)
+        elif isinstance(message, Departed):
+            self._departed.add(arrival.worker)
+        elif isinstance(message, Failed):
+            raise self._failure(arrival.worker, message)
+        else:
+            self._hear(arrival.worker, message)
+
+    def _hear(self, worker: int, message: Happened) -> None:
+        for event in message.events:
+            if self._told.is_new(event):
+                self._step = max(self._step, event.step)
+                self._tell(event)
+        if message.ask:
+            self._crew.send(worker, encode(Decided(self._wanted())))
+
+    def _tell(self, event: AnyEvent) -> None:
+        answer = self._watch(event)
+        if isinstance(answer, Stop):
+            self._decided = STOPPED
+        elif isinstance(answer, Scale):
+            self._rescale(answer.workers)
+        if self._elasticity.faults is not None:
+            self._elasticity.faults.heard(event, self._acts)
+
+    def _rescale(self, workers: int) -> None:
+        if self._wish is not None and self._wish[0] == workers:
+            return
+        self._wish = workers, time.monotonic()
+        least, most = self._elasticity.least, self._elasticity.most
+        if isinstance(workers, int) and least <= workers <= most:
+            self._report(said.Rescale(workers))
+            return
+        text = f"Scale({workers!r}): this run may have {least} to {most} workers (min_workers=, max_workers=); ignored"
+        self._watch(Notice(step=self._step, text=text))
+
+    def _bury(self, end: Ended) -> None:
+        """A process is gone."""
+        if end.worker == COORDINATOR_SEAT:
+            self._restart_coordinator(end)
+            return
+        seat = end.worker
+        self._living.discard(seat)
+        sight = self._board.see(seat)
+        mine = sight if sight.pid == end.pid and end.pid else None
+        where = where_it_was(mine)
+        how, told = how_it_ended(end), f"{how_it_ended(end)}{where}"
+        if end.signal == signal.SIGKILL and seat in self._kills:
+            how, told = self._why_killed(seat), self._why_killed(seat, where)
+        self._ends[seat] = None if seat in self._departed else told
+        computing = mine is not None and mine.phase is Phase.COMPUTE
+        self._report(
+            said.Ended(
+                seat,
+                how[:_MOST_TEXT],
+                computing=computing,
+                step=0 if mine is None else mine.step,
+                positions=mine.positions if mine is not None and computing else None,
+            )
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _failure(self, worker: int, failed: Failed) -> Exception:
+        """The failure to show: if this worker only lost its peers, the one that left first."""
+        deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+        while failed.secondary and (left := deadline - time.monotonic()) > 0:
+            arrival = self._crew.next(left)
+            if arrival is None:
+                break
+            if isinstance(arrival, Ended) or arrival.worker == COORDINATOR_SEAT:
+                continue
+            message = decode_up(arrival.header)
+            if isinstance(message, Happened):
+                self._hear(arrival.worker, message)
+            elif isinstance(message, Failed) and not message.secondary:
+                worker, failed = arrival.worker, message
+        self._crew.kill(worker)
+        self._hear_the_others()
+        return as_error(worker, max(len(self._members), worker + 1), failed, self._tail.folder)
+
+    def _hear_the_others(self) -> None:
+        """Take in what is still to be told of the run: events come in batches."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            arrival = self._crew.next(left)
+            if isinstance(arrival, Message) and arrival.worker != COORDINATOR_SEAT:
+                message = decode_up(arrival.header)
+                if isinstance(message, Happened):
+                    self._hear(arrival.worker, message)
+            elif arrival is None:
+                return
+
+
+class _Acts:
+    """What faults have done by the supervisor."""
+
+    def __init__(self, crew: Crew, living: set[int], rescale: Callable[[int], None]) -> None:
+        self._crew = crew
+        self._living = living
+        self._rescale = rescale
+
+    def kill_coordinator(self) -> None:
+        self._crew.kill(COORDINATOR_SEAT)
+
+    def stop_coordinator(self) -> None:
+        pid = self._crew.pids().get(COORDINATOR_SEAT)
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+
+    def kill_worker(self, seat: int) -> None:
+        if seat in self._living:
+            self._crew.kill(seat)
+
+    def scale(self, workers: int) -> None:
+        self._rescale(workers)
+
+    def kill_supervisor(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _seats(names: list[str]) -> list[int]:
+    return [seat for seat in map(said.seat_of, names) if seat is not None]

@@ -1,0 +1,160 @@
+"""What the processes of an elastic run do: its workers, and its coordinator."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.core.errors import ShoalError
+from shoal.data.parcel import seal
+from shoal.elastic.access import Access
+from shoal.elastic.board import Board
+from shoal.elastic.control import Control, Finished, Left
+from shoal.elastic.coordinator import serve
+from shoal.elastic.membership import Plan
+from shoal.engines.places import Place, enter
+from shoal.trainer.channel import leave_sigterm_to_the_supervisor
+from shoal.trainer.elastic_channel import ElasticChannel
+from shoal.trainer.elasticity import Elasticity
+from shoal.trainer.failure import describe, whole_traceback
+from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.messages import Departed, Failed, Returned
+from shoal.trainer.session import Session
+from shoal.trainer.start import LOOPBACK, Body, Start, deterministic_algorithms
+from shoal.wire.link import Link
+
+EXIT_FAILED = 1
+
+
+def be_coordinator(link: Link, access: Access, plan: Plan, place: Place | None) -> None:
+    """From the first moment of the coordinator's process to its last.
+
+    If it ends because the supervisor is gone, nobody else is left to remove the folder with the run's keys.
+    """
+    leave_sigterm_to_the_supervisor()
+    if place is not None:
+        enter(place)
+    serve(access, plan, link, _address(place))
+    if link.poll(0):  # at its end: there is nothing else that could have come after the last word
+        shutil.rmtree(access.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is there for."""
+
+    body: Body
+    start: Start
+    elasticity: Elasticity
+    place: Place | None = None
+    """The lab host that it runs on."""
+
+
+def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> None:
+    """From the first moment of a worker's process to its last.
+
+    The supervisor's end does not end it: what it has in hand is checkpointed first, which is the session's part.
+    """
+    leave_sigterm_to_the_supervisor()
+    begin_log(task.start.logs, seat)
+    torch.set_num_threads(1)
+    _Worker(seat, link, access, board, task).run()
+
+
+class _Worker:
+    def __init__(self, seat: int, link: Link, access: Access, board: Board, task: Task) -> None:
+        self._seat = seat
+        self._link = link
+        self._access = access
+        self._on_board = board.place(seat)
+        self._on_board.begin(os.getpid())
+        self._task = task
+        self._channel = ElasticChannel(link)
+        self._control: Control | None = None
+        self._session: Session | None = None
+
+    def run(self) -> None:
+        failed: Failed | None = None
+        try:
+            self._train()
+        except (Left, Finished) as leaving:
+            self._depart(str(leaving))
+            return
+        except BaseException as error:
+            failed = describe(error, self._session)
+            if self._task.start.logs is not None:
+                log_failure(self._seat, whole_traceback(error))
+        # outside the except block: see comm.group
+        if failed is not None:
+            flush_output()
+            self._close_session()
+            self._channel.flush()
+            self._channel.give(failed)
+        # Peers may still be in their last operation; the supervisor ends this process when all are done.
+        self._channel.await_end()
+        self._let_go()
+        if failed is not None:
+            sys.exit(EXIT_FAILED)
+
+    def _train(self) -> None:
+        task, start = self._task, self._task.start
+        if task.place is not None:
+            enter(task.place)
+        self._control = Control(self._access, self._seat, self._on_board, self._link.fileno())
+        session = start.elastic_session(
+            self._control,
+            self._channel,
+            self._on_board,
+            self._seat,
+            host=_address(task.place),
+            workers=task.elasticity.workers,
+            faults=task.elasticity.faults,
+        )
+        self._session = session
+        with deterministic_algorithms(start.deterministic):
+            value = task.body(session)
+            session.finish_saving()
+        self._channel.complete()
+        flush_output()
+        parcel, buffers = seal(value)
+        self._channel.give(Returned(), [parcel, *buffers])
+
+    def _depart(self, why: str) -> None:
+        if self._session is not None:
+            self._channel.emit(self._session.seen())
+        self._close_session()
+        self._channel.flush()
+        flush_output()
+        self._channel.give(Departed(why))
+        self._let_go()
+
+    def _close_session(self) -> None:
+        if self._session is not None:
+            with suppress(ShoalError):  # there is something more important to say
+                self._session.close()
+
+    def _let_go(self) -> None:
+        if self._control is not None:
+            self._control.close()
+
+
+def _address(place: Place | None) -> str:
+    return LOOPBACK if place is None else place.address
+
+
+def flush_output() -> None:
+    """What user code printed: the process may be killed, not left to end by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def control_folder(run_dir: Path | None, scratch: Path) -> Path:
+    """Where a run's keys, its coordinator's journal and its endpoint are."""
+    return (scratch if run_dir is None else run_dir) / "control"

@@ -1,0 +1,230 @@
+"""A worker's part in an elastic run: it leaves groups that break, and comes back in the next term.
+
+Wherever a worker waits for others, a `GroupError` may come out: somebody died, or members change. The worker then calls
+`Standing.regroup`, which returns when it is in a group again, with the state that counts: its own, or that of a member
+that is ahead. What the worker does next follows from that state alone (`Session.position`), so that all members go on
+at the same place, wherever each of them was when the group broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from shoal.comm.group import Group
+from shoal.comm.topology import HostsApart
+from shoal.core.errors import ConfigError, GroupError
+from shoal.core.events import AnyEvent
+from shoal.core.version import __version__
+from shoal.elastic.board import Phase, Place
+from shoal.elastic.control import Control, Finished, Left
+from shoal.elastic.copying import copy_state
+from shoal.elastic.messages import Hold, Term, name_of, seat_of
+from shoal.trainer.elastic_channel import ElasticChannel
+
+if TYPE_CHECKING:
+    from shoal.trainer.session import Session
+
+Returned = TypeVar("Returned")
+MakeGroup = Callable[[Any, int, int], Group]
+"""(store, rank, size) -> the group of a term."""
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a member tells the others of a new term."""
+
+    position: int
+    stopping: str | None
+    draws: bool
+    knowledge: list[bytes | None]
+    """What is settled about each exchange."""
+
+
+class Standing:
+    """Made by the worker's main function, used by its session, on the main thread."""
+
+    def __init__(
+        self,
+        control: Control,
+        channel: ElasticChannel,
+        place: Place,
+        seat: int,
+        make_group: MakeGroup,
+        faults: Any | None = None,
+    ) -> None:
+        self.seat = seat
+        self.term = 0
+        self.members: list[int] = [seat]
+        """The seats of the members, in order of rank."""
+        self.due = False
+        """Whether all members are to leave at the end of the step in progress."""
+        self._control = control
+        self._channel = channel
+        self.place = self._place = place
+        self._make_group = make_group
+        self._faults = faults
+        self._holds = False
+        self._broken = False
+
+    # -- where it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker has heard that members are to change."""
+        return self._control.leaving
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group is known to be broken: what is computed now would be in vain."""
+        return self._broken
+
+    def computes(self, start: int, stop: int) -> None:
+        self._place.computes(start, stop)
+
+    def fault(self, point: str, step: int) -> None:
+        """Where a plan of faults may strike."""
+        if self._faults is not None:
+            self._faults.at(point, worker=self.seat, step=step)
+
+    def confirm(self, step: int | None) -> None:
+        """All members have applied this step; with None all that is to be told may be, by anyone: the run is over."""
+        if step is not None:
+            self._channel.confirm(step)
+            return
+        self._channel.speak(True)
+        self._channel.complete()
+
+    def committed(self, step: int, spans: Callable[[], Any], digest: Callable[[], bytes]) -> None:
+        if self._faults is not None and self._faults.records:
+            shares = {self.members[rank]: share for rank, share in enumerate(spans())}
+            self._faults.committed(worker=self.seat, term=self.term, step=step, spans=shares, digest=digest)
+
+    # -- changing members ----------------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, signature: str) -> None:
+        """Take part from now on. Returns when there is a term with this worker in it."""
+        refused = ""
+        try:
+            self._control.enter(__version__, blake2b(signature.encode(), digest_size=16).digest())
+        except ConfigError as error:
+            refused = str(error)
+        if refused:
+            # the coordinator has told it to people, and the others go on
+            raise Left(refused)
+        self.regroup(session)
+
+    def regroup(self, session: Session) -> None:
+        """Leave the group, if there is one, and come back in the next term, with the state that counts.
+
+        Raises `Left` if this worker is not to go on, and `Finished` if the run turns out to be complete.
+        """
+        self._place.enter(Phase.RECOVER, session.step)
+        self._channel.flush()
+        session.rewind()
+        self.fault("recover", session.step)
+        while True:
+            session.leave_group()
+            self._place.enter(Phase.RECOVER, session.step)
+            term = self._control.await_term(session.position, self._holds, lambda hold: _save(hold, session))
+            apart = self._try(term, session)
+            if apart is None:
+                break
+            self._control.unreached(term.number, apart)
+        self._control.formed(term.number)
+        self.due = False
+        session.save_best_overdue()
+        self._place.enter(Phase.APPLY, session.step)
+
+    def guard(self, session: Session, work: Callable[[], Returned]) -> Returned | None:
+        """What `work` returns; None if the group broke meanwhile, once this worker is in another one."""
+        try:
+            return work()
+        except GroupError:
+            pass
+        # outside the except block, where nothing holds on to the broken group
+        self.regroup(session)
+        return None
+
+    def farewell(self, session: Session, last: Callable[[], None]) -> None:
+        """Do `last`, and return when all members have: whoever is worker 0 by then has done its part of it."""
+        try:
+            while not self.guard(session, lambda: self._say_farewell(session, last)):
+                pass
+        except Finished:
+            pass  # another one has seen all members come here
+        self._control.done()
+        self._place.enter(Phase.DONE, session.step)
+        self.confirm(None)
+
+    def _say_farewell(self, session: Session, last: Callable[[], None]) -> bool:
+        session.save_overdue()
+        last()
+        with session.waiting(Phase.APPLY):
+            session.group.barrier()
+        return True
+
+    def _try(self, term: Term, session: Session) -> list[str] | None:
+        """None once the group of this term stands; else the members that are out of reach, as far as that is known."""
+        try:
+            self._meet(term, session)
+            return None
+        except HostsApart as error:
+            pairs = error.pairs
+        except GroupError:
+            pairs = []
+        mine = term.members.index(name_of(self.seat))
+        others = {first + second - mine for first, second in pairs if mine in (first, second)}
+        return [term.members[rank] for rank in sorted(others)]
+
+    def _meet(self, term: Term, session: Session) -> None:
+        rank = term.members.index(name_of(self.seat))
+        self._broken = False
+        group = self._make_group(self._control.store(term.number), rank, len(term.members))
+
+        def revoke(why: str) -> None:
+            self._broken = True
+            group.revoke(why)
+
+        self._control.watch(term.number, revoke)
+        self._place.term(term.number)
+        session.take_group(group)
+        self._place.enter(Phase.COPY, session.step)
+        told = self._agree(group, session)
+        self._holds = True
+        self.term = term.number
+        self.members = [seat for name in term.members if (seat := seat_of(name)) is not None]
+        session.rebuild(told[0].knowledge)
+        self._channel.speak(rank == 0)
+
+    def _agree(self, group: Group, session: Session) -> list[_Told]:
+        mine = _Told(session.position, session.stopping, session.draws, session.knowledge())
+        told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
+        if any(other.position < told[0].position for other in told):
+            self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)
+        # Members that differ in these are all at the place where it was decided: see docs/design/membership.md.
+        session.stopping = next((other.stopping for other in told if other.stopping is not None), None)
+        if any(other.draws for other in told):
+            session.draws, session.watches = True, False
+        return told
+
+    def _copy(self, group: Group, session: Session, step: int, *, behind: bool) -> None:
+        tree: Any = None
+        if group.rank == 0:
+            tree = {"state": session.state(), "events": msgspec.msgpack.encode(self._channel.pending())}
+
+        def at_chunk() -> None:
+            self._place.enter(Phase.COPY, session.step)  # anew: there is progress
+            self.fault("copy", step)
+
+        copied = copy_state(group, tree, wanted=behind, at_chunk=at_chunk)
+        if copied is not None:
+            session.load(copied["state"])
+            self._channel.adopt(msgspec.msgpack.decode(copied["events"], type=list[AnyEvent]))
+
+
+def _save(hold: Hold, session: Session) -> None:
+    if hold.checkpoint:
+        session.save_now()

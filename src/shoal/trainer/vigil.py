@@ -1,0 +1,80 @@
+"""Where membership is fixed: a thread in each worker says so when the worker has waited for others for too long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shoal.core.traces import stack_of
+from shoal.elastic.board import WAITING, Board, Sight
+from shoal.elastic.pace import Pace
+from shoal.elastic.waits import doing
+from shoal.engines.look import is_halted
+
+_LOOK_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0
+
+
+class Vigil:
+    """Watches the board from one worker. `tell` is called from the thread, with what a person should know."""
+
+    def __init__(self, board: Board, worker: int, workers: int, limit: float, tell: Callable[[str], None]) -> None:
+        self._board = board
+        self._worker = worker
+        self._workers = workers
+        self._limit = limit
+        self._tell = tell
+        self._pace = Pace()
+        self._told = -1
+        self._main = threading.get_ident()
+        self._ended = threading.Event()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within: the thread looks. For the thread that waits."""
+        thread = threading.Thread(target=self._keep, name="shoal-vigil", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join(_CLOSE_SECONDS)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """See whether this worker has waited for too long, and say so, once per step."""
+        mine = self._board.see(self._worker)
+        self._pace.look(mine, now)
+        waited = now - mine.since
+        if mine.phase not in WAITING or waited <= self._pace.patience or mine.step == self._told:
+            return
+        others = {other: self._board.see(other) for other in range(self._workers) if other != self._worker}
+        late = {other: sight for other, sight in others.items() if sight.phase not in WAITING}
+        if any(other < self._worker for other in others.keys() - late.keys()):
+            return  # one that waits as well tells it
+        self._told = mine.step
+        self._tell(self._text(mine, late, waited, now))
+
+    def _text(self, mine: Sight, late: dict[int, Sight], waited: float, now: float) -> str:
+        whom = ", ".join(f"worker {other}" for other in late) or "the others, which all wait as well"
+        places = "; ".join(_place(other, sight, now) for other, sight in late.items())
+        frame = sys._current_frames().get(self._main)
+        stack = "" if frame is None else stack_of(frame)
+        return (
+            f"worker {self._worker} has waited {waited:.1f} s for {whom} in step {mine.step + 1} (this run usually "
+            f"waits less than {self._pace.patience:.1f} s){': ' if places else ''}{places}. It waits for up to "
+            f"{self._limit / 60:.0f} minutes: the number of workers is fixed. With min_workers=, one that stands still "
+            f"would be replaced.\nworker {self._worker} waits here:\n{stack}"
+        )
+
+
+def _place(worker: int, sight: Sight, now: float) -> str:
+    if sight.pid and is_halted(sight.pid):
+        return f"worker {worker} is stopped (process {sight.pid}; kill -CONT {sight.pid} lets it go on)"
+    return f"worker {worker} {doing(sight.phase, sight.step)} (for {now - sight.since:.1f} s)"

@@ -1,0 +1,540 @@
+"""Runs whose workers die, stop, leave and join: they end where the calm run ends, and no sample is lost or doubled."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.core.atoms import Course
+from shoal.core.errors import ConfigError, WorkerError
+from shoal.core.events import AnyEvent
+from shoal.testing import FaultPlan, audit
+
+SAMPLES, BATCH, EPOCHS = 320, 32, 2
+STEPS = SAMPLES // BATCH * EPOCHS
+
+
+class Points:
+    """Samples that can be told apart."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(count, 12, generator=generator)
+        self.y = (self.x[:, :3].sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Long enough for a replacement to come before the run is over."""
+    time.sleep(0.01)
+    return loss(model, batch)
+
+
+@dataclass
+class Seen:
+    """What the watchers of a run were told."""
+
+    events: list[AnyEvent] = field(default_factory=list)
+
+    def __call__(self, event: AnyEvent) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def steps(self) -> list[int]:
+        return [event.step for event in self.of(shoal.StepDone)]
+
+    @property
+    def notices(self) -> str:
+        return "\n".join(event.text for event in self.of(shoal.Notice))
+
+    def pids(self, worker: int) -> set[int]:
+        return {event.pid for event in self.of(shoal.WorkerSeen) if event.worker == worker}
+
+
+def fit(model: Callable[[], nn.Module] = plain, **options: Any) -> tuple[shoal.Trainer, shoal.Result, Seen]:
+    seen = Seen()
+    options.setdefault("workers", 4)
+    options.setdefault("eval_data", Points(64))
+    options.setdefault("epochs", EPOCHS)
+    callbacks = [seen, *options.pop("callbacks", [])]
+    trainer = shoal.Trainer(
+        model,
+        options.pop("loss", slowly),
+        options.pop("optimizer", lambda params: torch.optim.AdamW(params, lr=1e-2)),
+        Points(),
+        batch_size=BATCH,
+        seed=5,
+        callbacks=callbacks,
+        **options,
+    )
+    return trainer, trainer.fit(), seen
+
+
+def weights(trainer: shoal.Trainer) -> list[Tensor]:
+    return [tensor.detach() for tensor in trainer.model.state_dict().values()]
+
+
+def assert_same(one: shoal.Trainer, other: shoal.Trainer) -> None:
+    for ours, theirs in zip(weights(one), weights(other), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def assert_whole(folder: Path, steps: int = STEPS, *, deterministic: bool = False) -> None:
+    found = audit(folder, Course(SAMPLES, BATCH), steps, deterministic=deterministic)
+    assert not found.problems, "\n".join(found.problems)
+
+
+_calm: dict[Any, shoal.Trainer] = {}
+
+
+def calm(model: Callable[[], nn.Module] = plain, **options: Any) -> shoal.Trainer:
+    """The same run with nothing going wrong, on the usual path for a fixed number of workers."""
+    key = model, tuple(sorted(options))
+    if key not in _calm:
+        _calm[key] = fit(model, loss=loss, workers=2, **options)[0]
+    return _calm[key]
+
+
+@pytest.mark.parametrize("point", ["compute", "exchange", "bucket", "decide", "commit"])
+def test_survivors_finish_the_step(point: str, tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-1", step=4, at=point).kill("worker-0", step=11, at=point).ledger(tmp_path)
+    trainer, result, seen = fit(dropping, min_workers=1, faults=plan)
+    assert len(plan.fired()) == 2
+    assert result.steps == STEPS and seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm(dropping))
+    assert len(seen.pids(2)) == len(seen.pids(3)) == 1, "a survivor was restarted"
+    assert "worker 1 was killed by SIGKILL" in seen.notices
+    lost = [event.lost for event in seen.of(shoal.Regrouped)]
+    assert [1] in lost and [0] in lost
+
+
+@pytest.mark.parametrize("point", ["evaluate", "checkpoint", "recover", "copy"])
+def test_a_death_at_a_rare_moment(point: str, tmp_path: Path) -> None:
+    """In an evaluation, a checkpoint, a recovery; and of the worker that others copy from."""
+    plan = (
+        FaultPlan().kill("worker-0", step=4, at=point).kill("worker-2", step=13, at=point).ledger(tmp_path / "ledger")
+    )
+    if point in ("recover", "copy"):
+        plan.kill("worker-3", step=3).kill("worker-1", step=11)
+    trainer, result, seen = fit(
+        dropping, min_workers=1, faults=plan, eval_every=5, checkpoint_every=3, run_dir=tmp_path / "run"
+    )
+    assert len(plan.fired()) >= (1 if point == "checkpoint" else 2)  # only worker 0 checkpoints, whoever that is
+    assert result.steps == STEPS and seen.steps == list(range(1, STEPS + 1))
+    assert [event.step for event in seen.of(shoal.EvalDone)] == list(range(5, STEPS + 1, 5))
+    assert_whole(tmp_path / "ledger")
+    assert_same(trainer, calm(dropping))
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir())
+    assert any(str(STEPS) in name for name in saved), saved
+
+
+def test_deterministic_runs_stay_bitwise_equal(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-1", step=3, at="exchange").kill("worker-0", step=8).ledger(tmp_path)
+    trainer, _, _ = fit(dropping, min_workers=1, deterministic=True, faults=plan)
+    assert len(plan.fired()) == 2
+    assert_whole(tmp_path, deterministic=True)
+    for ours, theirs in zip(weights(trainer), weights(calm(dropping, deterministic=True)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-1", step=6, at="exchange").kill("worker-2", step=6, at="exchange").ledger(tmp_path)
+    trainer, _, seen = fit(min_workers=1, faults=plan)
+    assert len(plan.fired()) == 2 and seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())
+
+
+def with_everything() -> nn.Module:
+    net = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    net.register_buffer("passing", torch.zeros(3), persistent=False)
+    return net
+
+
+def test_all_state_reaches_a_joiner(tmp_path: Path) -> None:
+    """Momentum, schedule, average, statistics of BatchNorm: with deterministic atoms all of it is bitwise the same."""
+
+    def schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=steps)
+
+    options: dict[str, Any] = {"schedule": schedule, "ema": 0.9, "clip": 1.0, "deterministic": True}
+    options["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    plan = FaultPlan().kill("worker-1", step=3).ledger(tmp_path)
+    for step, name in ((9, "worker-0"), (12, "worker-2"), (15, "worker-3")):
+        plan.kill(name, step=step, at="exchange")  # in the end only joiners are left
+    trainer, _, _ = fit(with_everything, min_workers=1, faults=plan, **options)
+    assert len(plan.fired()) == 4
+    assert_whole(tmp_path, deterministic=True)
+    quiet = fit(with_everything, workers=2, **options)[0]
+    for ours, theirs in zip(weights(trainer), weights(quiet), strict=True):
+        assert torch.equal(ours, theirs)
+    assert trainer.average is not None and quiet.average is not None
+    for name, value in trainer.average.items():
+        assert torch.equal(value, quiet.average[name])
+
+
+def test_growing_and_shrinking_twice_in_an_epoch(tmp_path: Path) -> None:
+    wanted = {1: 4, 8: 1, 16: 4, 26: 1}
+    sizes: list[int] = []
+
+    def scale(event: AnyEvent) -> shoal.Scale | None:
+        if isinstance(event, shoal.Regrouped):
+            sizes.append(len(event.workers))
+        return shoal.Scale(wanted[event.step]) if isinstance(event, shoal.StepDone) and event.step in wanted else None
+
+    plan = FaultPlan().ledger(tmp_path)
+    seen = Seen()
+    trainer = shoal.Trainer(
+        plain,
+        lambda model, batch: (time.sleep(0.03), loss(model, batch))[1],
+        lambda params: torch.optim.AdamW(params, lr=1e-2),
+        Points(),
+        batch_size=8,
+        seed=5,
+        epochs=1,
+        workers=1,
+        min_workers=1,
+        max_workers=4,
+        faults=plan,
+        callbacks=[seen, scale],
+    )
+    trainer.fit()
+    assert seen.steps == list(range(1, 41))
+    assert max(sizes) == 4 and sizes.count(1) >= 2, sizes
+    grown = [at for at, size in enumerate(sizes) if size == 4]
+    assert any(later > earlier and 1 in sizes[earlier:later] for earlier in grown for later in grown), sizes
+    found = audit(tmp_path, Course(SAMPLES, 8), 40)
+    assert not found.problems, "\n".join(found.problems)
+    quiet = shoal.Trainer(
+        plain, loss, lambda params: torch.optim.AdamW(params, lr=1e-2), Points(), batch_size=8, seed=5, workers=2
+    )
+    quiet.fit()
+    assert_same(trainer, quiet)
+
+
+def test_a_stopped_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
+    plan = FaultPlan().stop("worker-2", step=5).ledger(tmp_path)
+    begun = time.monotonic()
+    trainer, _, seen = fit(min_workers=1, faults=plan)
+    assert time.monotonic() - begun < 15
+    assert seen.steps == list(range(1, STEPS + 1))
+    assert "worker 2" in seen.notices and "stopped" in seen.notices
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())
+
+
+def test_a_worker_that_holds_the_interpreter_is_slow_not_dead(tmp_path: Path) -> None:
+    plan = FaultPlan().slow("worker-1", step=5, seconds=4.0, hold=True).ledger(tmp_path)
+    _, _, seen = fit(min_workers=1, faults=plan)
+    assert len(plan.fired()) == 1
+    assert not seen.of(shoal.Regrouped), "somebody was killed for being slow"
+    assert all(len(seen.pids(worker)) == 1 for worker in range(4))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_the_coordinator_may_be_killed(times: int, tmp_path: Path) -> None:
+    plan = FaultPlan().ledger(tmp_path)
+    for number in range(times):
+        plan.kill("coordinator", step=3 + 2 * number)
+    plan.kill("worker-1", step=5 if times == 1 else 4)
+    trainer, _, seen = fit(min_workers=1, faults=plan)
+    assert len(plan.fired()) == times + 1 and seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())
+
+
+def test_below_the_least_number_the_run_waits(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-1", step=5).ledger(tmp_path)
+    trainer, _, seen = fit(workers=2, min_workers=2, faults=plan)
+    assert seen.steps == list(range(1, STEPS + 1))
+    assert all(len(event.workers) == 2 for event in seen.of(shoal.Regrouped))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())
+
+
+def test_everything_lost_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-0", step=9, at="exchange").kill("worker-1", step=9, at="exchange")
+    trainer, result, seen = fit(
+        workers=2, min_workers=1, restarts=1, faults=plan, checkpoint_every=4, run_dir=tmp_path / "run"
+    )
+    assert len(plan.fired()) == 2
+    assert result.steps == STEPS and seen.steps[-1] == STEPS
+    assert "going on from step 8" in seen.notices
+    assert_same(trainer, calm())
+
+
+def test_everything_lost_without_restarts_is_an_error(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-0", step=2, at="exchange").kill("worker-1", step=2, at="exchange")
+    with pytest.raises(WorkerError, match="lost") as caught:
+        fit(workers=2, min_workers=1, restarts=0, faults=plan)
+    assert "worker 0 was killed by SIGKILL in step 3" in str(caught.value)
+
+
+def test_an_exception_of_user_code_ends_the_run_with_its_traceback() -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        if os.getpid() % 2 >= 0 and batch[0].shape[0] and torch.is_grad_enabled():
+            broken.count += 1  # type: ignore[attr-defined]
+            if broken.count == 4:  # type: ignore[attr-defined]
+                raise RuntimeError("a bad idea of mine")
+        return loss(model, batch)
+
+    broken.count = 0  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="a bad idea of mine") as caught:
+        fit(loss=broken, min_workers=1)
+    assert "in broken" in str(caught.value.worker_traceback)
+
+
+def test_a_stop_at_an_evaluation_that_a_joiner_takes_part_in(tmp_path: Path) -> None:
+    """It finds the evaluation missed, and must not begin the step that the others do not take any more."""
+    held = {"evaluated": 0}
+
+    def stop(event: AnyEvent) -> shoal.Stop | None:
+        return shoal.Stop() if isinstance(event, shoal.EvalDone) and event.step == 10 else None
+
+    def waits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if not torch.is_grad_enabled():
+            time.sleep(0.1)  # long enough for the replacement to be there before the evaluation is done again
+            held["evaluated"] += 1
+        return slowly(model, batch)
+
+    plan = FaultPlan().kill("worker-1", step=8, at="exchange").kill("worker-2", step=9, at="evaluate")
+    _, result, seen = fit(
+        loss=waits, workers=3, min_workers=3, faults=plan, eval_every=10, callbacks=[stop], run_dir=tmp_path / "run"
+    )
+    assert len(plan.fired()) == 2
+    assert result.stopped == "a callback asked for it" and result.steps == 10
+    assert seen.steps == list(range(1, 11))
+    assert [event.step for event in seen.of(shoal.EvalDone)] == [10]
+    assert (tmp_path / "run" / "checkpoints" / "step-000000010").is_dir()
+
+
+@pytest.mark.parametrize("point", ["exchange", "decide", "commit"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_death_while_replicas_are_compared(point: str, step: int, tmp_path: Path) -> None:
+    def late(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(0.02 * (os.getpid() % 3))  # so that members are not in the same place
+        return slowly(model, batch)
+
+    plan = FaultPlan().kill("worker-2", step=step, at=point).ledger(tmp_path)
+    trainer, _, seen = fit(loss=late, workers=3, min_workers=1, faults=plan)
+    assert seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())
+
+
+def test_the_best_checkpoint_is_not_lost_with_the_worker_that_saves_it(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-0", step=9, at="checkpoint")
+    _, _, seen = fit(
+        workers=3, min_workers=1, faults=plan, eval_every=10, checkpoint_every=1000, run_dir=tmp_path / "run"
+    )
+    assert len(plan.fired()) == 1
+    best = min(seen.of(shoal.EvalDone), key=lambda event: event.metrics["loss"])
+    told = [event for event in seen.of(shoal.CheckpointSaved) if event.best]
+    assert told and told[-1].step == best.step
+    assert any(event.step == 10 for event in told), "that of the first evaluation, which worker 0 died with"
+
+
+def test_what_was_thawed_is_thawed_on_a_joiner(tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        net = plain()
+        net[0].requires_grad_(False)
+        return net
+
+    def thaws(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            thaws.calls += 1  # type: ignore[attr-defined]
+            if thaws.calls == 6:  # type: ignore[attr-defined]
+                model[0].requires_grad_(True)
+        return slowly(model, batch)
+
+    thaws.calls = 0  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"loss": thaws, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    plan = FaultPlan().kill("worker-1", step=10).ledger(tmp_path)
+    trainer, _, seen = fit(frozen, workers=3, min_workers=1, faults=plan, **options)
+    assert len(plan.fired()) == 1 and seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path)
+    for workers in (1, 3):
+        thaws.calls = 0  # type: ignore[attr-defined]
+        assert_same(trainer, fit(frozen, workers=workers, **options)[0])
+
+
+def test_a_replacement_that_never_starts_does_not_keep_a_run_that_is_done() -> None:
+    made = mmap.mmap(-1, 1)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made[0] += 1
+        if made[0] == 4:
+            time.sleep(1000)
+        return torch.optim.SGD(params, lr=0.1)
+
+    plan = FaultPlan().kill("worker-1", step=5)
+    begun = time.monotonic()
+    _, result, _ = fit(optimizer=optimizer, workers=3, min_workers=1, faults=plan)
+    assert result.steps == STEPS and made[0] == 4
+    assert time.monotonic() - begun < 20
+
+
+def test_two_deaths_on_the_same_atoms_name_the_samples() -> None:
+    def poisonous(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if torch.is_grad_enabled() and bool((batch[0] == Points().x[17]).all(1).any()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return slowly(model, batch)
+
+    with pytest.raises(WorkerError, match="positions") as caught:
+        fit(loss=poisonous, min_workers=1)
+    assert caught.value.positions is not None and caught.value.step is not None
+    first, last = caught.value.positions
+    assert 0 <= first <= last < SAMPLES
+    assert "data[17]" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 2, "min_workers": 3}, "min_workers=3 is more than workers=2"),
+        ({"workers": 2, "min_workers": 2, "max_workers": 1}, "min_workers=2 is more than max_workers=1"),
+        ({"workers": 3, "max_workers": 2}, "max_workers=2 is less than workers=3"),
+        ({"workers": 2, "min_workers": 0}, "min_workers"),
+        ({"workers": 2, "max_workers": 10**6}, "outside"),
+        ({"workers": 2, "restarts": -1}, "restarts"),
+        ({"workers": 2, "min_workers": 1.5}, "min_workers"),
+    ],
+)
+def test_bad_bounds_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fit(**options)
+
+
+SCRIPT = """
+    import sys, time, torch
+    from torch import nn
+    import shoal
+    from tests.trainer.test_elastic import Points, plain, loss
+
+    def slow(model, batch):
+        time.sleep(0.05)
+        return loss(model, batch)
+
+    def tell(event):
+        if isinstance(event, shoal.StepDone):
+            print("step", event.step, flush=True)
+
+    shoal.Trainer(
+        plain, slow, lambda params: torch.optim.SGD(params, lr=0.1), Points(), batch_size=8, epochs=50, workers=3,
+        min_workers=1, run_dir=sys.argv[1], callbacks=[tell],
+    ).fit()
+"""
+
+
+def start_script(folder: Path) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "SHOAL_PROGRESS": "quiet"}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder / "run")], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def await_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split() == ["step", str(step)]:
+            return
+    raise AssertionError("the script ended early")
+
+
+def test_when_the_supervisor_is_killed_workers_checkpoint_and_end(tmp_path: Path) -> None:
+    process = start_script(tmp_path)
+    try:
+        await_step(process, 5)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5  # zygote, coordinator, workers
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive, alive
+    finally:
+        process.kill()
+        process.communicate()
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    assert saved, "nothing was checkpointed"
+
+
+def test_sigterm_ends_an_elastic_run_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start_script(tmp_path)
+    try:
+        await_step(process, 4)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75
+    assert any(path.is_dir() for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_where_membership_is_fixed_a_long_wait_is_told(tmp_path: Path) -> None:
+    """Who waits for whom, where, with the waiting worker's stack; a stopped process is named."""
+    stopped: list[int] = []
+
+    def stop_one(event: AnyEvent) -> None:
+        if isinstance(event, shoal.StepDone) and event.step >= 8 and not stopped and told.pids(1):
+            stopped.extend(told.pids(1))
+            os.kill(stopped[0], signal.SIGSTOP)
+        if isinstance(event, shoal.Notice) and "has waited" in event.text:
+            os.kill(stopped[0], signal.SIGCONT)
+
+    told = Seen()
+    trainer = shoal.Trainer(
+        plain,
+        lambda model, batch: (time.sleep(0.15), loss(model, batch))[1],
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        Points(),
+        batch_size=BATCH,
+        steps=STEPS,
+        workers=2,
+        callbacks=[told, stop_one],
+    )
+    trainer.fit()
+    assert told.steps == list(range(1, STEPS + 1))
+    [text] = [notice.text for notice in told.of(shoal.Notice) if "has waited" in notice.text]
+    assert "worker 0 has waited" in text and "for worker 1 in step" in text
+    assert f"worker 1 is stopped (process {stopped[0]}" in text
+    assert "waits here:" in text and 'File "' in text
