@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.cli import bench, compare, export, lab, logs, rm, run, runs, show, tag
+from shoal.cli import bench, compare, export, lab, logs, rm, run, runs, scale, show, tag
 from shoal.cli.doctor import command as doctor
 from shoal.cli.output import stdout_fault, write
 from shoal.core.errors import EXIT_INTERRUPTED, ShoalError
@@ -106,7 +106,7 @@ def demo(
     run_demo(task.value, workers=workers, epochs=epochs, resume=resume)
 
 
-for module in (run, runs, show, tag, rm, compare, export, logs, bench, lab, doctor):
+for module in (run, runs, show, scale, tag, rm, compare, export, logs, bench, lab, doctor):
     module.register(app)
 
 _QUICK = ("runs", "show", "tag", "export", "logs")

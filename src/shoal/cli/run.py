@@ -73,6 +73,19 @@ def run(
         int | None,
         typer.Option("--workers", "-w", min=1, help="Processes that train together.", rich_help_panel=_TRAINING),
     ] = None,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers may die and leave down to this number.", rich_help_panel=_TRAINING),
+    ] = None,
+    max_workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers may join up to this number.", rich_help_panel=_TRAINING)
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Restarts from the last checkpoint if all workers are lost.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples per step, of all workers together.", rich_help_panel=_TRAINING)
     ] = None,
@@ -169,6 +182,9 @@ def run(
     """Run a script with flags."""
     given: dict[str, Any] = {
         "workers": workers,
+        "min_workers": min_workers,
+        "max_workers": max_workers,
+        "restarts": restarts,
         "batch_size": batch_size,
         "epochs": epochs,
         "steps": steps,
