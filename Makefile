@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs lint test chaos bench clean
+.PHONY: help install demo docs lint test chaos fuzz bench clean
 
 help:
 	@echo "make demo     train a small model on two workers and see what happens"
@@ -19,7 +19,8 @@ help:
 	@echo "make lint     ruff and mypy --strict"
 	@echo "make docs     build the pages; fails on broken links and on snippets that do not run"
 	@echo "make bench    speed against a hand-written loop and other libraries"
-	@echo "make chaos    kill members of groups 100 times, and check the order of shared memory under load"
+	@echo "make chaos    300 faults of all kinds while models train, 100 deaths in groups, and the slow tests"
+	@echo "make fuzz     a million random and mutated messages to everything that reads messages"
 	@echo "make install  only make .venv and install into it"
 	@echo "make clean    remove .venv and everything built"
 	@echo "make PYTHON=python3.12 ... chooses the interpreter that .venv is made from"
@@ -67,8 +68,12 @@ test: lint
 	$(BIN)/python -m pytest -q --durations=10
 
 chaos: $(INSTALLED)
+	$(BIN)/python benchmarks/chaos.py --faults 300
 	$(BIN)/python benchmarks/kill.py --rounds 100 --ordering 60
 	$(BIN)/python -m pytest -q -m slow
+
+fuzz: $(INSTALLED)
+	$(BIN)/python benchmarks/fuzz.py --frames 1000000
 
 # In an environment of its own: the libraries we compare with stay out of .venv. About half an hour, on an idle machine;
 # what needs a lab needs root.
@@ -86,6 +91,10 @@ bench:
 	.venv-bench/bin/python benchmarks/sums.py lab
 	.venv-bench/bin/python benchmarks/exchange.py
 	.venv-bench/bin/python benchmarks/account.py
+	.venv-bench/bin/python benchmarks/recovery.py
+	.venv-bench/bin/python benchmarks/goodput.py kills
+	.venv-bench/bin/python benchmarks/goodput.py calm
+	.venv-bench/bin/python benchmarks/flood.py
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,25 @@
+"""As shoal_arm.py, with workers that may die, leave and join."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from work import WORKS
+
+from shoal import Trainer
+
+work, workers, run_dir = WORKS[sys.argv[1]], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+Trainer(
+    model=work.model(),
+    loss=work.loss,
+    optimizer=work.optimizer,
+    data=work.data(),
+    batch_size=work.batch_size,
+    epochs=1000,
+    workers=workers,
+    min_workers=1,
+    max_workers=workers + 2,
+    run_dir=run_dir,
+).fit()
