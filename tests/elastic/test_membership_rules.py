@@ -158,7 +158,7 @@ class Rules(RuleBasedStateMachine):
 
 
 FAST = settings(
-    max_examples=150,
+    max_examples=110,
     stateful_step_count=40,
     derandomize=True,
     deadline=None,

@@ -267,7 +267,7 @@ def test_a_worker_that_holds_the_interpreter_is_slow_not_dead(tmp_path: Path) ->
     assert all(len(seen.pids(worker)) == 1 for worker in range(4))
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_coordinator_may_be_killed(times: int, tmp_path: Path) -> None:
     plan = FaultPlan().ledger(tmp_path)
     for number in range(times):
@@ -344,8 +344,17 @@ def test_a_stop_at_an_evaluation_that_a_joiner_takes_part_in(tmp_path: Path) -> 
     assert (tmp_path / "run" / "checkpoints" / "step-000000010").is_dir()
 
 
-@pytest.mark.parametrize("point", ["exchange", "decide", "commit"])
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("point", "step"),
+    [
+        ("decide", 0),
+        ("decide", 1),
+        pytest.param("exchange", 0, marks=pytest.mark.slow),
+        pytest.param("exchange", 1, marks=pytest.mark.slow),
+        pytest.param("commit", 0, marks=pytest.mark.slow),
+        pytest.param("commit", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_death_while_replicas_are_compared(point: str, step: int, tmp_path: Path) -> None:
     def late(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         time.sleep(0.02 * (os.getpid() % 3))  # so that members are not in the same place
