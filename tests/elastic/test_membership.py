@@ -502,6 +502,15 @@ def test_the_member_with_most_broken_pairs_is_expelled() -> None:
     assert told(ms.Regroup, orders) == ["worker-0", "worker-2"]
 
 
+def test_one_that_only_lost_the_meeting_does_not_hide_who_is_apart() -> None:
+    play = forming()
+    assert play.hear(0, ms.Unreached(2, [])) == []
+    assert play.ready(0, 8, holds=True) == []
+    assert play.hear(1, ms.Unreached(2, ["worker-2"])) == []
+    orders = play.hear(2, ms.Unreached(2, ["worker-1"]))
+    assert of(ms.Kill, orders) == [ms.Kill(2, "worker-2 has no connection with worker-1")]
+
+
 def test_a_seat_that_was_out_of_reach_rests_longer_each_time() -> None:
     play = forming()
     waits = []
@@ -549,7 +558,9 @@ def test_ten_terms_that_never_stood_end_the_run() -> None:
         assert of(ms.Fail, play.hear(0, ms.Unreached(play.it.term, []))) == []
         play.ready(0, 8, holds=True)
         play.ready(1, 8, holds=True)
-    [fail] = of(ms.Fail, play.hear(0, ms.Unreached(play.it.term, [])))
+    play.hear(0, ms.Unreached(play.it.term, []))
+    play.ready(0, 8, holds=True)
+    [fail] = of(ms.Fail, play.ready(1, 8, holds=True))
     assert "10 groups of workers in a row did not come to stand" in fail.text
 
 

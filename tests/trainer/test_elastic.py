@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.events import AnyEvent
 from shoal.testing import FaultPlan, audit
+from shoal.testing.lab import Lab, why_no_lab
 
 SAMPLES, BATCH, EPOCHS = 320, 32, 2
 STEPS = SAMPLES // BATCH * EPOCHS
@@ -547,3 +549,26 @@ def test_where_membership_is_fixed_a_long_wait_is_told(tmp_path: Path) -> None:
     assert "worker 0 has waited" in text and "for worker 1 in step" in text
     assert f"worker 1 is stopped (process {stopped[0]}" in text
     assert "waits here:" in text and 'File "' in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_lab() is not None, reason=f"no lab: {why_no_lab()}")
+@pytest.mark.parametrize("pair", [("a", "b"), ("b", "c")], ids=["from the coordinator", "from a peer"])
+def test_a_cut_ends_in_one_membership(pair: tuple[str, str], tmp_path: Path) -> None:
+    """The coordinator is on host a, with worker 0: worker 1 loses it, and not worker 2; or worker 2, and not it."""
+    with Lab(hosts=3) as lab:
+        plan = FaultPlan().cut(*pair, step=10, lab=lab.name, seconds=20.0).ledger(tmp_path)
+        trainer, _, seen = fit(
+            loss=lambda model, batch: (time.sleep(0.3), loss(model, batch))[1],
+            workers=3,
+            min_workers=1,
+            faults=plan,
+            engine=f"local:lab={lab.name}",
+            eval_data=None,
+        )
+    assert len(plan.fired()) == 1 and seen.steps == list(range(1, STEPS + 1))
+    changes = seen.of(shoal.Regrouped)
+    assert len(changes[0].workers) == 2 and len(changes[0].lost) == 1
+    assert all(later.term > earlier.term for earlier, later in pairwise(changes))
+    assert_whole(tmp_path)
+    assert_same(trainer, calm())

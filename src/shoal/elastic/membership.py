@@ -197,13 +197,11 @@ class Membership(Regrouping):
     def _hear_unreached(self, process: Process, body: Unreached, now: float) -> None:
         if body.term != self.term or process not in self._living() or self._mode is not Mode.FORMING:
             return
-        if body.names and self._verdict_at is None:
-            self._verdict_at = now + VERDICT_TIME
+        # also without names: those that are apart may have yet to say so, and told to leave they never would
         if self._verdict_at is None:
-            self._gather(now, hard=True)
-        else:
-            self._unreached[process.name] = body.names
-            self._judge(now)
+            self._verdict_at = now + VERDICT_TIME
+        self._unreached[process.name] = body.names
+        self._judge(now)
 
     def _hear_done(self) -> None:
         self._kept.complete = True
