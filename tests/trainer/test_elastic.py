@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.comm.shm.group import ShmGroup
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.events import AnyEvent
+from shoal.syncs.allreduce import BucketExchange
 from shoal.testing import FaultPlan, audit
 from shoal.testing.lab import Lab, why_no_lab
 
@@ -346,25 +348,31 @@ def test_a_stop_at_an_evaluation_that_a_joiner_takes_part_in(tmp_path: Path) -> 
     assert (tmp_path / "run" / "checkpoints" / "step-000000010").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("point", "step"),
-    [
-        ("decide", 0),
-        ("decide", 1),
-        pytest.param("exchange", 0, marks=pytest.mark.slow),
-        pytest.param("exchange", 1, marks=pytest.mark.slow),
-        pytest.param("commit", 0, marks=pytest.mark.slow),
-        pytest.param("commit", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_a_death_while_replicas_are_compared(point: str, step: int, tmp_path: Path) -> None:
-    def late(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        time.sleep(0.02 * (os.getpid() % 3))  # so that members are not in the same place
-        return slowly(model, batch)
+@pytest.mark.parametrize("step", [0, 1])
+def test_one_that_is_overtaken_in_the_first_steps(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 has applied the step, worker 2 has died with it, and worker 1 is late: it may have to copy the result.
 
-    plan = FaultPlan().kill("worker-2", step=step, at=point).ledger(tmp_path)
-    trainer, _, seen = fit(loss=late, workers=3, min_workers=1, faults=plan)
-    assert seen.steps == list(range(1, STEPS + 1))
+    It comes late to the exchange, so that it can do its part at once, and later still to the end of it.
+    """
+    start, finish = BucketExchange.finish, ShmGroup._finish
+    waited: list[int] = []
+
+    def late_start(self: BucketExchange, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        waited.append(0)
+        if self._buckets._group.rank == 1 and len(waited) == step + 1:
+            time.sleep(0.3)
+        return start(self, sums, flags)
+
+    def late_end(self: ShmGroup, work: Any) -> None:
+        if self.rank == 1 and len(waited) == step + 1:
+            time.sleep(0.5)
+        finish(self, work)
+
+    monkeypatch.setattr(BucketExchange, "finish", late_start)
+    monkeypatch.setattr(ShmGroup, "_finish", late_end)
+    plan = FaultPlan().kill("worker-2", step=step, at="decide").ledger(tmp_path)
+    trainer, _, seen = fit(workers=3, min_workers=1, faults=plan)
+    assert len(plan.fired()) == 1 and seen.steps == list(range(1, STEPS + 1))
     assert_whole(tmp_path)
     assert_same(trainer, calm())
 
