@@ -273,3 +273,30 @@ def test_a_buffer_shared_by_two_modules_is_one() -> None:
     for step in range(1, 3):
         fleet.step([[(1, forward)], [(1, forward)]])
         assert fleet.models[0].other.mean.tolist() == [float(step)] * 3
+
+
+def test_buffers_that_another_worker_tells_of_are_merged_from_the_next_step_on() -> None:
+    """A worker that copied a step has not seen which buffers began to change in it."""
+    net = nn.BatchNorm1d(2)
+    buffers = Buffers([net])
+    buffers.settle()  # none of them was known to change
+    buffers.know([0, 1, 2])
+    buffers.open()
+    buffers.before_forward()
+    before = net.running_mean.clone()
+    net(torch.randn(8, 2))
+    buffers.rewind()
+    assert torch.equal(net.running_mean, before) and int(net.num_batches_tracked) == 0
+
+
+def test_rewinding_undoes_a_step_that_is_not_settled_and_no_other() -> None:
+    net = nn.BatchNorm1d(2)
+    buffers = Buffers([net])
+    buffers.know([0, 1, 2])
+    buffers.open()
+    buffers.before_forward()
+    net(torch.randn(8, 2))
+    buffers.settle()
+    after = net.running_mean.clone()
+    buffers.rewind()
+    assert torch.equal(net.running_mean, after)
