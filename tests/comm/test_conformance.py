@@ -198,6 +198,16 @@ def scatters_the_first_row(group: Any) -> None:
     group.scatter_sum = lambda buffer, kind="": right(buffer[:1].expand_as(buffer).contiguous())
 
 
+def swaps_the_wrong_rows(group: Any) -> None:
+    right = group.swap
+    group.swap = lambda rows, kind="": right(rows.flip(0).contiguous())
+
+
+def takes_every_codec_for_none(group: Any) -> None:
+    right = group.account.sent
+    group.account.sent = lambda kind, link, size, messages: right(kind, link, size, messages, "none")
+
+
 def waits_without_signals(group: Any) -> None:
     right = group.barrier
 
@@ -229,6 +239,8 @@ MUTANTS: list[tuple[Callable[[Any], None], str]] = [
     (gathers_into_one_place, "results_belong_to_the_caller"),
     (forgets_bytes, "gather_bytes"),
     (scatters_the_first_row, "scatter_sum"),
+    (swaps_the_wrong_rows, "swap"),
+    (takes_every_codec_for_none, "codecs"),
     (waits_without_signals, "signals"),
     (does_nothing("broadcast"), "broadcast"),
     (does_nothing("barrier"), "barrier_waits_for_the_last"),

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shoal.comm.account import Account
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, PARAMETER, STATE, Flow, Traffic
@@ -30,6 +31,7 @@ def test_what_gloo_sends_follows_the_arithmetic_of_its_algorithms(size: int) -> 
             lambda: group.gather(torch.zeros(10, dtype=torch.float64), STATE),
             lambda: group.broadcast(torch.zeros(7, dtype=torch.int32)),
             lambda: group.gather_bytes(b"x" * group.rank, STATE),
+            lambda: group.swap(torch.zeros(size, 3, dtype=torch.int16)),
         ]
         accounts = [group.account.now()]
         for operation in operations:
@@ -40,14 +42,25 @@ def test_what_gloo_sends_follows_the_arithmetic_of_its_algorithms(size: int) -> 
     children = {2: [1, 0], 3: [2, 0, 0], 4: [2, 0, 1, 0]}[size]
     others = size - 1
     for rank, grown in enumerate(run_ranks(size, fn, collective="gloo")):
-        summed, scattered, gathered, passed_on, lengths_and_bytes = ([Flow(*flow) for flow in flows] for flows in grown)
+        flows = [[Flow(*flow) for flow in each] for each in grown]
+        summed, scattered, gathered, passed_on, lengths_and_bytes, swapped = flows
         assert summed == [Flow(GRADIENT, "none", LOOPBACK, 2 * others * 4000 // size, 2 * others)]
         assert scattered == [Flow(PARAMETER, "none", LOOPBACK, 2 * others * 40, 2 * others)]
         assert gathered == [Flow(STATE, "none", LOOPBACK, others * 80, others)]
         assert passed_on == [Flow(CONTROL, "none", LOOPBACK, 28 * children[rank], children[rank])] * bool(
             children[rank]
         )
+        assert swapped == [Flow(GRADIENT, "none", LOOPBACK, others * 6, others)]
         assert lengths_and_bytes == [Flow(STATE, "none", LOOPBACK, others * (8 + others), 2 * others)]
+
+
+def test_what_is_sent_counts_for_the_codec_that_is_named_or_set() -> None:
+    account = Account()
+    account.sent(GRADIENT, LOOPBACK, 10, 1)
+    account.codec = "int8"
+    account.sent(GRADIENT, LOOPBACK, 5, 1)
+    account.sent(GRADIENT, LOOPBACK, 3, 1, "none")
+    assert account.now().flows == [Flow(GRADIENT, "none", LOOPBACK, 13, 2), Flow(GRADIENT, "int8", LOOPBACK, 5, 1)]
 
 
 def test_a_group_of_one_sends_nothing() -> None:

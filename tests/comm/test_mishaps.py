@@ -67,7 +67,7 @@ def test_members_that_sum_different_sizes_are_told_both() -> None:
     assert "a sum of 400 bytes of float32" in told and "a sum of 800 bytes of float32" in told
 
 
-@pytest.mark.parametrize("other", ["broadcast", "barrier", "scatter_sum"])
+@pytest.mark.parametrize("other", ["broadcast", "barrier", "scatter_sum", "swap"])
 def test_members_in_different_operations(other: str) -> None:
     def fn(group: Group) -> str:
         if group.rank == 0:
@@ -76,6 +76,7 @@ def test_members_in_different_operations(other: str) -> None:
             "broadcast": lambda: group.broadcast(torch.zeros(2)),
             "barrier": group.barrier,
             "scatter_sum": lambda: group.scatter_sum(torch.zeros(2, 2)),
+            "swap": lambda: group.swap(torch.zeros(2, 2)),
         }
         return said(operations[other])
 

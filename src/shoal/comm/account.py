@@ -11,6 +11,8 @@ class Account:
     """One member's account. One thread."""
 
     def __init__(self) -> None:
+        self.codec = "none"
+        """By which codec what is sent from now on is encoded; whoever sets it puts "none" back."""
         self._flows: dict[tuple[str, str, str], list[int]] = {}
         self._operations = 0
         self._exchange = 0.0
@@ -20,11 +22,12 @@ class Account:
         self._inside = 0
         self._entered = 0.0
 
-    def sent(self, kind: str, link: str, size: int, messages: int, codec: str = "none") -> None:
-        """So many bytes of payload leave over `link`."""
-        flow = self._flows.get((kind, codec, link))
+    def sent(self, kind: str, link: str, size: int, messages: int, codec: str | None = None) -> None:
+        """So many bytes of payload leave over `link`, encoded by `codec`, or by the account's if None."""
+        key = kind, self.codec if codec is None else codec, link
+        flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[(kind, codec, link)] = [0, 0]
+            flow = self._flows[key] = [0, 0]
         flow[0] += size
         flow[1] += messages
 

@@ -99,6 +99,16 @@ class BackendGroup:
         self.sum(total, kind).wait()
         return total[self.rank].clone()
 
+    def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
+        swapped = torch.empty_like(rows)
+        if rows.numel():
+            for peer in range(self.size):
+                if peer != self.rank:
+                    self.account.sent(kind, self._link_to(peer), rows.nbytes // self.size, 1)
+            given, taken = bytes_of(rows), bytes_of(swapped)
+            self._through("swap", self._for(rows), lambda backend: backend.alltoall_base(taken, given, [], []))
+        return swapped
+
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         stacked = buffer.new_empty((self.size, *buffer.shape))
         if buffer.numel():

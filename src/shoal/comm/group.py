@@ -68,6 +68,12 @@ class Group(Protocol):
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
         """The sum over all members of row `rank` of `buffer`, whose first dimension is the group's size."""
 
+    def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
+        """What each member has for this one: row i of the result is row `rank` of member i's `rows`.
+
+        The first dimension of `rows` is the group's size. They are only moved: any dtype will do.
+        """
+
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         """All members' buffers, stacked along a new first dimension in order of rank."""
 
@@ -128,6 +134,10 @@ class SoloGroup:
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
         self._refuse_revoked()
         return buffer[0].clone()
+
+    def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
+        self._refuse_revoked()
+        return rows.clone()
 
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         self._refuse_revoked()

@@ -2,6 +2,8 @@
 
 A sum has four stages. The members of a host add up their parts into the first member's buffer; that one sums over the
 hosts; the others copy the result from it; and it waits until they have. Between hosts go the bytes of one worker each.
+
+`relay` leaves the second of these stages to its caller, who may send something smaller than the sum between hosts.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend import BackendGroup, BackendWork, gather_bytes_by_rows
-from shoal.comm.group import CPU, Done, Work, numbers_of
-from shoal.comm.shm.group import ShmGroup, Sum
+from shoal.comm.group import CPU, Done, Group, Work, numbers_of
+from shoal.comm.shm.group import ShmGroup
+from shoal.comm.shm.notes import RELAY, other
 from shoal.comm.shm.plan import Plan
 from shoal.comm.shm.shared import Area, Channel, Shared, Wait, whole
+from shoal.comm.shm.work import Sum, whole_or_broken
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, MEMORY
 
@@ -56,8 +60,15 @@ class _HostPlan(Plan):
         for first, *others in self.blocks:
             if shared.revoked:
                 shared.refuse_broken()
-            for other in others:
-                first.add_(other)
+            for added in others:
+                first.add_(added)
+
+    def copy_from_first(self) -> None:
+        shared = self._shared
+        for mine, first in zip(_pieces(self.mine), _pieces(self.first), strict=True):
+            if shared.revoked:
+                shared.refuse_broken()
+            mine.copy_(first)
 
 
 class _HostGroup(ShmGroup):
@@ -125,10 +136,42 @@ class _HostGroup(ShmGroup):
         elif not self._back.heard(0):
             return False
         assert isinstance(work.plan, _HostPlan)
-        work.plan.mine.copy_(work.plan.first)
-        self._copied.tell(0)
-        self.account.sent(work.kind, MEMORY, work.plan.mine.nbytes, 1)
+        self._take_over(work.plan, work.kind)
         return True
+
+    def _take_over(self, plan: _HostPlan, kind: str) -> None:
+        plan.copy_from_first()
+        self._copied.tell(0)
+        self.account.sent(kind, MEMORY, plan.mine.nbytes, 1)
+
+    @whole_or_broken
+    def sum_to_first(self, numbers: Tensor, kind: str) -> _HostPlan:
+        """Add up a buffer that lies in place into the first member's memory, there to be used until `pass_on`."""
+        self._begin()
+        self.drain()
+        found = self._place(numbers)
+        assert found is not None
+        where, plan = found
+        assert isinstance(plan, _HostPlan)
+        work = Sum(self, self._number, plan, kind)
+        self._announce(plan, other(RELAY, numbers.nbytes), where)
+        self._add(work, True)
+        if self.rank == 0:
+            self._done.hear_all(plan.other_owners)
+        self._end()
+        return plan
+
+    @whole_or_broken
+    def pass_on(self, plan: _HostPlan, kind: str) -> None:
+        """All members copy what the first one has now; it may change its memory again when this returns."""
+        self._begin()
+        if self.rank == 0:
+            self._back.tell_all(self._peers)
+            self._copied.hear_all(self._peers)
+        else:
+            self._back.hear(0)
+            self._take_over(plan, kind)
+        self._end()
 
     def _of_hosts(self, call: Callable[[], Any]) -> Any:
         """What breaks between hosts breaks the host as well, whoever called."""
@@ -200,6 +243,14 @@ class HierarchicalGroup:
             across.patience = self._host.await_hosts
             shared.on_break.append(lambda: across.give_up("the host broke"))
 
+    @property
+    def across(self) -> Group | None:
+        """The group of the hosts' first members, on these; None on others. Its bytes are in this group's account.
+
+        Used inside of `relay` only: the host's members wait for its first one there.
+        """
+        return self._across
+
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         return self._host.buffer(numel, dtype, device)
 
@@ -220,6 +271,28 @@ class HierarchicalGroup:
         total = buffer.clone()
         self.sum(total, kind).wait()
         return total[self.rank].clone()
+
+    def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
+        return self.gather(rows, kind)[:, self.rank].clone()
+
+    def relay(self, buffer: Tensor, cross: Callable[[Group], None], kind: str = GRADIENT) -> None:
+        """Sum `buffer` inside each host, have `cross` change it between hosts, and give the result to all members.
+
+        `cross` is called on each host's first member with the group of them (`across`), when the host's sum is in
+        `buffer` there; it uses nothing but that group, and leaves in `buffer` what its host shall have. An exception
+        out of it breaks the group, on all hosts, and goes on to the caller. On other members `buffer` may be neither
+        read nor written by other threads meanwhile. Where `buffer` lies in place nothing is copied on the way.
+        """
+        self.account.counted()
+        if self._host.in_place(buffer):
+            plan = self._host.sum_to_first(numbers_of(buffer), kind)
+            self._between(cross)
+            self._host.pass_on(plan, kind)
+            return
+        self._host.sum(buffer, kind).wait()
+        self._host.drain()
+        self._between(cross)
+        self._host.broadcast(buffer, kind)
 
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         self.account.counted()

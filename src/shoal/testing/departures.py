@@ -233,6 +233,11 @@ def _large_sum_of_a_tensor(group: Group) -> Operation:
     return lambda: group.sum(buffer).wait()
 
 
+def _large_swap(group: Group) -> Operation:
+    rows = torch.zeros(group.size, _LARGE, dtype=torch.uint8)
+    return lambda: group.swap(rows)
+
+
 def _several_sums(group: Group) -> Operation:
     buffers = group.buffer(1 << 20, torch.float32).split(100_000)
 
@@ -262,13 +267,14 @@ STORIES: dict[str, Story] = {
     "killed_while_several_sums_are_under_way": Story(killed_while_away, waiting, _several_sums),
     **{
         f"killed_while_the_others_{name}": Story(killed_while_away, waiting, _named(name))
-        for name in ("scatter_sum", "gather", "gather_bytes", "broadcast", "barrier")
+        for name in ("scatter_sum", "swap", "gather", "gather_bytes", "broadcast", "barrier")
     },
     **{
         f"killed_in_a_large_sum_at_{percent}": Story(killed_at_work, waiting, large_sum, percent / 100)
         for percent in (5, 35, 65, 95)
     },
     "killed_in_a_large_sum_of_any_tensor": Story(killed_at_work, waiting, _large_sum_of_a_tensor, 0.5),
+    "killed_in_a_large_swap": Story(killed_at_work, waiting, _large_swap, 0.5),
     "killed_in_several_sums": Story(killed_at_work, waiting, _several_sums, 0.5),
     "killed_among_small_sums": Story(killed_at_work, waiting, _small_sum),
     "killed_among_allocations": Story(killed_at_work, waiting, _allocation),

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,52 +23,14 @@ from shoal.comm.account import Account
 from shoal.comm.backend import gather_bytes_by_rows
 from shoal.comm.group import CPU, Done, Work, bytes_of, numbers_of
 from shoal.comm.shm.memory import Memory
-from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, other, said, what_of
+from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, SWAP, other, said, what_of
 from shoal.comm.shm.plan import Plan
 from shoal.comm.shm.shared import NOTES, STAGE, Area, Channel, Shared, whole
-from shoal.core.errors import ConfigError, GroupError
+from shoal.comm.shm.work import Stage, Sum, whole_or_broken
 from shoal.core.traffic import CONTROL, GRADIENT, MEMORY
 
 _PLANS = 4096
 _READY, _DONE = 0, 1
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _whole_or_broken(method: _Method) -> _Method:
-    """An operation that something interrupts (a signal handler that raises) is half done, and cannot be done again."""
-
-    @wraps(method)
-    def guarded(self: ShmGroup, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except (GroupError, ConfigError):
-            raise
-        except BaseException as error:
-            self._shared.give_up(f"{type(error).__name__} interrupted an operation of {self._shared.name(self.rank)}")
-            raise
-
-    return cast(_Method, guarded)
-
-
-class Sum:
-    """A sum under way: its work. It goes through the group's stages, one after the other."""
-
-    def __init__(self, group: ShmGroup, number: int, plan: Plan, kind: str) -> None:
-        self._group = group
-        self.number = number
-        self.plan = plan
-        self.kind = kind
-        self.heard = 0
-        """Members that have been heard in the stage that it is in."""
-        self.complete = False
-
-    def wait(self) -> None:
-        self._group._finish(self)
-
-
-Stage = Callable[[Sum, bool], bool]
-"""Takes a sum a stage further: whether that is done. With True it waits until it is."""
 
 
 class ShmGroup:
@@ -100,7 +60,7 @@ class ShmGroup:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    @_whole_or_broken
+    @whole_or_broken
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         if device.type != "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -120,7 +80,7 @@ class ShmGroup:
             held = area.rows[self.rank].data_ptr()
             self._plans = {key: plan for key, plan in self._plans.items() if not 0 <= key[0] - held < area.each}
 
-    @_whole_or_broken
+    @whole_or_broken
     def sum(self, buffer: Tensor, kind: str = GRADIENT) -> Work:
         numbers = numbers_of(buffer)
         what_of(numbers)
@@ -136,7 +96,7 @@ class ShmGroup:
         self.account.leave()
         return work
 
-    @_whole_or_broken
+    @whole_or_broken
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
         self._begin()
         self.drain()
@@ -160,7 +120,27 @@ class ShmGroup:
         self._end()
         return total
 
-    @_whole_or_broken
+    @whole_or_broken
+    def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
+        self._begin()
+        self.drain()
+        swapped = torch.empty_like(rows)
+        each = rows.nbytes // self.size
+        given, taken = (bytes_of(tensor).view(self.size, each) for tensor in (rows, swapped))
+        step = STAGE // self.size
+        for at in range(0, each, step):
+            count = min(step, each - at)
+            for member, stretch in enumerate(self._shared.stage.rows[self.rank].split(step)[: self.size]):
+                stretch[:count].copy_(given[member, at : at + count])
+            self._together(other(SWAP, rows.nbytes))
+            for member, stage in enumerate(self._shared.stage.rows):
+                taken[member, at : at + count].copy_(stage[self.rank * step : self.rank * step + count])
+            self._agree_done()
+        self.account.sent(kind, MEMORY, len(self._peers) * each, len(self._peers) if each else 0)
+        self._end()
+        return swapped
+
+    @whole_or_broken
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         self._begin()
         self.drain()
@@ -181,7 +161,7 @@ class ShmGroup:
     def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
         return gather_bytes_by_rows(self.gather, data, kind)
 
-    @_whole_or_broken
+    @whole_or_broken
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
         self._begin()
         self.drain()
@@ -203,7 +183,7 @@ class ShmGroup:
             self.account.sent(kind, MEMORY, data.nbytes, 1)
         self._end()
 
-    @_whole_or_broken
+    @whole_or_broken
     def barrier(self) -> None:
         self._begin()
         self.drain()
@@ -289,7 +269,7 @@ class ShmGroup:
             work.complete = True
             self.account.done()
 
-    @_whole_or_broken
+    @whole_or_broken
     def _finish(self, work: Sum) -> None:
         """Complete `work` and all that is ahead of it."""
         if work.complete:

@@ -19,8 +19,15 @@ _DTYPES = (
     torch.uint8,
 )
 """What can be added, with a number for each to compare."""
-GATHER, BROADCAST, SCATTER, BARRIER = 100, 101, 102, 103
-_OTHERS = {GATHER: "a gather", BROADCAST: "a broadcast", SCATTER: "a scatter-sum", BARRIER: "a barrier"}
+GATHER, BROADCAST, SCATTER, BARRIER, SWAP, RELAY = range(100, 106)
+_OTHERS = {
+    GATHER: "a gather",
+    BROADCAST: "a broadcast",
+    SCATTER: "a scatter-sum",
+    BARRIER: "a barrier",
+    SWAP: "a swap",
+    RELAY: "a relay",
+}
 """Operations other than sums, with a number for each to compare."""
 
 

@@ -57,18 +57,23 @@ def _sum_and_wait(group: Group, buffer: Tensor, kind: str) -> None:
 
 def _others(group: Group) -> None:
     others, size, rows = group.size - 1, 4 * _FLOATS, torch.ones(group.size, _FLOATS)
+    # what is swapped between hosts goes by way of their first members, to all of them
+    detour = group.size if group.collective == "hierarchical" else 1
     least: list[tuple[str, Callable[[], object], int]] = [
         ("gather", lambda: group.gather(rows[0], "state"), group.size * others * size),
         ("gather_bytes", lambda: group.gather_bytes(bytes(size), "state"), group.size * others * size),
         ("broadcast", lambda: group.broadcast(rows[0], "state"), others * size),
         ("scatter_sum", lambda: group.scatter_sum(rows, "state"), group.size * others * size),
+        ("swap", lambda: group.swap(rows, "state"), group.size * others * size),
     ]
     for name, operation, at_least in least:
         grown = _grown(group, operation)
         assert grown.operations == 1 or name == "gather_bytes", f"{name} counted {grown.operations} operations"
         assert {flow.kind for flow in grown.flows} <= {"state"}, f"{name} of kind state counted as {grown.flows}"
         sent = _over_all(group, grown.bytes)
-        assert at_least <= sent <= 4 * group.size * others * size + 4096 * others, f"{name} of {size}: {sent} sent"
+        at_most = 4 * group.size * others * size * (detour if name == "swap" else 1) + 4096 * others
+        assert at_least <= sent <= at_most, f"{name} of {size}: {sent} sent"
+        assert name != "swap" or detour > 1 or grown.bytes == others * size, f"a swap of {size}: {grown.bytes} sent"
     assert _grown(group, group.barrier).operations == 1
 
 
@@ -96,13 +101,27 @@ def _times(group: Group) -> None:
     assert idle == Traffic(), f"nothing was done, and the account grew: {idle}"
 
 
+def codecs(group: Group) -> None:
+    """What is sent counts as encoded by what the account is told."""
+    buffer = group.buffer(1000, torch.float32)
+    group.account.codec = "int8"
+    try:
+        group.sum(buffer).wait()
+        group.sum(torch.ones(1000)).wait()
+        grown = [_grown(group, partial(group.swap, torch.ones(group.size, 1000))), _grown(group, group.barrier)]
+        assert group.size == 1 or any(traffic.bytes for traffic in grown)
+    finally:
+        group.account.codec = "none"
+    _grown(group, partial(group.gather, torch.ones(1000)))
+
+
 def _grown(group: Group, operation: Callable[[], object]) -> Traffic:
     before = group.account.now()
     operation()
     grown = group.account.now().since(before)
     assert 0.0 <= grown.exposed <= grown.exchange + _CLOCK, grown
     for flow in grown.flows:
-        assert flow.link in LINKS and flow.kind in KINDS and flow.codec == "none", flow
+        assert flow.link in LINKS and flow.kind in KINDS and flow.codec == group.account.codec, flow
         assert flow.bytes >= 0 and flow.messages >= (flow.bytes > 0), flow
     return grown
 

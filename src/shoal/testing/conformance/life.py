@@ -21,6 +21,7 @@ _LATE = 0.3  # seconds
 OPERATIONS: dict[str, Callable[[Group], object]] = {
     "sum": lambda group: group.sum(torch.ones(1000)).wait(),
     "scatter_sum": lambda group: group.scatter_sum(torch.ones(group.size, 1000)),
+    "swap": lambda group: group.swap(torch.ones(group.size, 1000)),
     "gather": lambda group: group.gather(torch.ones(1000)),
     "gather_bytes": lambda group: group.gather_bytes(b"x" * 1000),
     "broadcast": lambda group: group.broadcast(torch.ones(1000)),
@@ -46,6 +47,7 @@ def signals(group: Group) -> None:
         group.barrier,
         lambda: group.sum(torch.ones(1000)).wait(),
         lambda: group.gather(torch.ones(1000)),
+        lambda: group.swap(torch.ones(group.size, 1000)),
     ]
     for wait in waiting:
         seen: list[float] = []

@@ -21,6 +21,18 @@ def scatter_sum(group: Group) -> None:
             assert torch.equal(own, parts[group.rank]), "scatter_sum leaves what it was given as it is"
 
 
+def swap(group: Group) -> None:
+    """Also of odd numbers of bytes, and of more than goes through a stage at once."""
+    shapes: list[tuple[int, ...]] = [(2, 3), (), (0,), (0, 4), (1,), (7,), (70_001,)]
+    cases = [(dtype, shape) for dtype in MOVED for shape in shapes] + [(torch.uint8, (700_001,))]
+    for dtype, shape in cases:
+        parts = all_drawn(group, (group.size, *shape), dtype)
+        own = parts[group.rank].clone()
+        found = group.swap(own)
+        assert torch.equal(found, torch.stack([part[group.rank] for part in parts])), (dtype, shape)
+        assert found.dtype == dtype and torch.equal(own, parts[group.rank]), "swap leaves its rows as they are"
+
+
 def gather(group: Group) -> str:
     stacks = []
     shapes: list[tuple[int, ...]] = [(2, 3), (), (0, 4), (1,), (70_001,)]
@@ -61,15 +73,18 @@ def results_belong_to_the_caller(group: Group) -> None:
     """Neither what was given in nor what is done later changes them."""
     own = torch.full((group.size, 900), float(group.rank))
     row, stacked, told = group.scatter_sum(own), group.gather(own), group.gather_bytes(b"own")
+    swapped = group.swap(own)
     own.fill_(-1.0)
     for _ in range(20):
         group.gather(own)
         group.scatter_sum(own)
+        group.swap(own)
         group.gather_bytes(b"other")
         group.sum(torch.ones(900)).wait()
     assert (row == sum(range(group.size))).all() and told == [b"own"] * group.size
-    assert all((stacked[rank] == rank).all() for rank in range(group.size))
+    assert all((stacked[rank] == rank).all() and (swapped[rank] == rank).all() for rank in range(group.size))
     row.zero_()
+    swapped.zero_()
     stacked.zero_()  # what others hold stays: they look after this
     group.barrier()
 

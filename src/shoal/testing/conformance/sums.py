@@ -100,6 +100,8 @@ def other_operations_while_sums_are_under_way(group: Group) -> str:
     first = group.sum(buffers[0])
     assert group.gather(torch.tensor([group.rank])).flatten().tolist() == list(range(group.size))
     second = group.sum(buffers[1])
+    swapped = group.swap(torch.arange(group.size) + 100 * group.rank)
+    assert swapped.tolist() == [100 * rank + group.rank for rank in range(group.size)]
     told = torch.tensor([group.rank + 7])
     group.broadcast(told)
     assert told.item() == 7

@@ -14,6 +14,7 @@ _OPERATIONS = 6000
 _SECONDS = 0.7
 """Then it is enough, on a machine or with a group that is slow."""
 _ROUND = 50
+_NAMES = ("sum", "sum", "buffer", "scatter_sum", "swap", "gather", "gather_bytes", "broadcast", "barrier")
 
 
 def many_tiny_operations(group: Group) -> None:
@@ -33,7 +34,7 @@ def many_tiny_operations(group: Group) -> None:
 def _one(
     group: Group, choose: random.Random, number: int, whole: Tensor, under_way: list[tuple[Work, Tensor, int]]
 ) -> None:
-    match choose.choice(["sum", "sum", "buffer", "scatter_sum", "gather", "gather_bytes", "broadcast", "barrier"]):
+    match choose.choice(_NAMES):
         case "buffer":
             _finish(group, under_way)
             part = whole[choose.randrange(32) : 32 + choose.randrange(32)]
@@ -44,6 +45,10 @@ def _one(
             rows = torch.arange(group.size).view(-1, 1).repeat(1, 3) + group.rank + number
             expected = group.size * (group.rank + number) + sum(range(group.size))
             assert group.scatter_sum(rows).tolist() == [expected] * 3, number
+        case "swap":
+            rows = torch.arange(group.size).view(-1, 1) + torch.tensor([number, 100 * group.rank])
+            theirs = [[number + group.rank, 100 * rank + group.rank] for rank in range(group.size)]
+            assert group.swap(rows).tolist() == theirs, number
         case "gather":
             rows = group.gather(torch.tensor([number, group.rank], dtype=torch.int32))
             assert rows.tolist() == [[number, rank] for rank in range(group.size)], number
