@@ -12,6 +12,7 @@
     ├── RunNotFound                     no run of that id or name, or more than one
     ├── LabUnavailable                  this machine cannot hold lab hosts: not root, a tool or a kernel part is missing
     ├── GroupError                      a peer went away in the middle of a collective operation
+    ├── PayloadError                    encoded gradients came damaged, or of another kind than expected
     └── WorkerError                     a worker failed: its own traceback is printed last
         └── NotFiniteError              the loss is NaN or infinite
     Stopped (SystemExit)                not an error: the run was asked to stop, and a checkpoint is on disk
@@ -98,6 +99,10 @@ class LabUnavailable(ShoalError):
 
 class GroupError(ShoalError):
     """A collective operation broke, most often because a peer went away."""
+
+
+class PayloadError(ShoalError):
+    """Encoded numbers came damaged, or were not what was expected. Nothing was made of them."""
 
 
 class WorkerError(ShoalError):

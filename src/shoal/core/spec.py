@@ -27,11 +27,128 @@ class AllReduce:
     name: ClassVar[str] = "allreduce"
 
 
+LOSSLESS = ("", "auto", "zstd", "lz4")
+"""What may compress payloads further, without loss; `auto` takes what is installed. Used only where it pays."""
+
+
+def _check_codec(codec: Any, **bounds: tuple[float, float]) -> None:
+    """Each named field must be within its bounds, and `lossless` be known."""
+    for field, (least, most) in bounds.items():
+        value = getattr(codec, field)
+        if not least <= value <= most:
+            raise ConfigError(f"codec {codec.name}: {field}={value} must be from {least:g} to {most:g}")
+    if codec.lossless not in LOSSLESS:
+        raise ConfigError(f"codec {codec.name}: lossless={codec.lossless!r} is not known; use auto, zstd or lz4")
+
+
 @dataclass(frozen=True)
 class NoCodec:
     """Codec: tensors travel as they are."""
 
     name: ClassVar[str] = "none"
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self)
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """Codec: half precision, scaled so that nothing overflows. `feedback` keeps what rounding loses for later steps."""
+
+    name: ClassVar[str] = "fp16"
+    feedback: bool = False
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self)
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """Codec: bfloat16, the upper half of single precision."""
+
+    name: ClassVar[str] = "bf16"
+    feedback: bool = False
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Codec: 8 bits for each number, and a scale for each block of them. `rounding` is nearest or stochastic."""
+
+    name: ClassVar[str] = "int8"
+    block: int = 256
+    rounding: str = "nearest"
+    feedback: bool = True
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self, block=(8, 65536))
+        if self.block % 8:
+            raise ConfigError(f"codec int8: block={self.block} must be a multiple of 8")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"codec int8: rounding={self.rounding!r} is not known; use nearest or stochastic")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Codec: the largest numbers only, a share `density` of them; the others wait until they have grown.
+
+    `threshold` is sampled or exact. `correction` lets momentum act before numbers are chosen, `mask` stops it for those
+    that were sent; `warmup` is the number of steps in which the density falls from a quarter; `clip` bounds the norm of
+    a worker's gradient (0 does not).
+    """
+
+    name: ClassVar[str] = "topk"
+    density: float = 0.01
+    threshold: str = "sampled"
+    correction: bool = True
+    mask: bool = True
+    warmup: int = 0
+    clip: float = 0.0
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self, density=(1e-6, 1.0), warmup=(0, 1 << 40), clip=(0.0, 1e30))
+        if self.threshold not in ("sampled", "exact"):
+            raise ConfigError(f"codec topk: threshold={self.threshold!r} is not known; use sampled or exact")
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Codec: matrices as products of two thin ones of this rank; small tensors travel as they are."""
+
+    name: ClassVar[str] = "powersgd"
+    rank: int = 16
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self, rank=(1, 4096))
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """Codec: the sign of each number, and a scale for each block of them. With Adam its variance is held still."""
+
+    name: ClassVar[str] = "onebit"
+    block: int = 1024
+    lossless: str = ""
+
+    def __post_init__(self) -> None:
+        _check_codec(self, block=(64, 1 << 20))
+        if self.block % 64:
+            raise ConfigError(f"codec onebit: block={self.block} must be a multiple of 64")
+
+
+@dataclass(frozen=True)
+class AutoCodec:
+    """Codec: the first steps are measured, and what is fastest here is used, of those that leave the loss as it is."""
+
+    name: ClassVar[str] = "auto"
 
 
 @dataclass(frozen=True)
@@ -63,10 +180,12 @@ class Local:
             object.__setattr__(self, "start", "fork")  # a frozen value, before anybody has seen it
 
 
+AnyCodec = NoCodec | Fp16 | Bf16 | Int8 | TopK | PowerSGD | OneBit | AutoCodec
+
 KINDS: dict[str, tuple[type[Any], ...]] = {
     "layout": (Single,),
     "sync": (AllReduce,),
-    "codec": (NoCodec,),
+    "codec": (NoCodec, Fp16, Bf16, Int8, TopK, PowerSGD, OneBit, AutoCodec),
     "precision": (Fp32,),
     "engine": (Local,),
 }

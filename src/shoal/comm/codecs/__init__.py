@@ -1,0 +1,1 @@
+"""Codecs: how tensors travel in fewer bytes. `contract` says what holds of each of them."""
