@@ -91,7 +91,7 @@ def test_traffic_and_how_it_is_exchanged() -> None:
     assert step["traffic"] == {"flows": [flow], "operations": 1, "exchange": 0.5, "exposed": 0.25}
     assert settled == {
         "event": "exchange_settled", "time": 3.0, "step": 1, "collective": "shm", "reason": "one host?",
-        **shape, "latency": None,
+        **shape, "latency": None, "codec": "none", "encoding": 0.0, "saved": 0.0, "note": "",
     }  # fmt: skip
 
 

@@ -154,6 +154,41 @@ def test_of_what_was_not_measured_only_the_choice_is_said() -> None:
     assert (figures["collective"], figures["hosts"]) == ("shm", [0, 0, 1])
 
 
+def test_a_codec_is_told_with_what_it_costs_and_saves() -> None:
+    encoded = settled(codec="int8", encoding=0.0123, saved=0.04)
+    assert settled_words(encoded).endswith("; codec int8, 12 ms per step to encode, saves 40 ms")
+    assert exchange_words(account(settled=encoded)).endswith(
+        "shared memory, 12 buckets of up to 4.0 MiB; codec int8, 12 ms per step to encode, saves 40 ms"
+    )
+    assert exchange_facts(account(settled=encoded))[-1] == ("codec", "int8, 12 ms per step to encode, saves 40 ms")
+    figures = account(settled=encoded).figures()["settled"]
+    assert isinstance(figures, dict)
+    assert (figures["codec"], figures["encoding"], figures["saved"], figures["note"]) == ("int8", 0.0123, 0.04, None)
+
+
+def test_a_codec_that_does_not_pay_is_told_plainly() -> None:
+    note = "encode 9 ms, saves 3 ms at 8.6 Gbit/s: use none"
+    encoded = settled(codec="int8", encoding=0.009, saved=0.003, note=note)
+    for words in (settled_words(encoded), exchange_words(account(settled=encoded))):
+        assert words.endswith(f"; codec int8: {note}")
+    assert exchange_facts(account(settled=encoded))[-1] == ("codec", f"int8: {note}")
+
+
+def test_why_nothing_is_encoded_is_told_where_it_was_tried() -> None:
+    tried = settled(note="auto tried fp16\n\x1b[2Jand int8")
+    assert settled_words(tried).endswith("all workers are on one host; codec none: auto tried fp16 and int8")
+    assert exchange_facts(account(settled=tried))[-1] == ("codec", "none: auto tried fp16 and int8")
+    assert "codec" not in settled_words(settled()) and "codec" not in dict(exchange_facts(account()))
+
+
+def test_an_exchange_stored_before_there_were_codecs_is_read() -> None:
+    data = msgspec.to_builtins(settled())
+    new = ("type", "step", "time", "codec", "encoding", "saved", "note")
+    row = EventRow(1.0, 3, "ExchangeSettled", {name: value for name, value in data.items() if name not in new})
+    told = stored_account(info(), [], [row]).settled
+    assert told is not None and (told.codec, told.encoding, told.saved, told.note) == ("none", 0.0, 0.0, "")
+
+
 def test_what_is_not_listed_is_counted() -> None:
     flows = [Flow(f"k{number}", "none", "memory", 9 - number, 1) for number in range(5)]
     told = account(total=Traffic(flows))

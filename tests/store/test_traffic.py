@@ -167,6 +167,10 @@ SETTLED = {
     "latency": 1.1e-5,
     "bandwidth": 5.8e9,
     "buckets": [4_000_000, 100],
+    "codec": "int8",
+    "encoding": 0.009,
+    "saved": 0.003,
+    "note": "encode 9 ms, saves 3 ms at 8.6 Gbit/s: use none",
 }
 
 

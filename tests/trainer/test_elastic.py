@@ -357,11 +357,11 @@ def test_one_that_is_overtaken_in_the_first_steps(step: int, tmp_path: Path, mon
     start, finish = BucketExchange.finish, ShmGroup._finish
     waited: list[int] = []
 
-    def late_start(self: BucketExchange, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    def late_start(self: BucketExchange, *vectors: Any) -> tuple[Tensor, Tensor]:
         waited.append(0)
         if self._buckets._group.rank == 1 and len(waited) == step + 1:
             time.sleep(0.3)
-        return start(self, sums, flags)
+        return start(self, *vectors)
 
     def late_end(self: ShmGroup, work: Any) -> None:
         if self.rank == 1 and len(waited) == step + 1:

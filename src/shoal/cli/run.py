@@ -97,7 +97,13 @@ def run(
         str | None, typer.Option(help="How a replica is spread: single.", rich_help_panel=_TRAINING)
     ] = None,
     sync: Annotated[str | None, typer.Option(help="How workers agree: allreduce.", rich_help_panel=_TRAINING)] = None,
-    codec: Annotated[str | None, typer.Option(help="How gradients travel: none.", rich_help_panel=_TRAINING)] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="How gradients travel: none, fp16, bf16, int8, powersgd:rank=4, onebit, topk:density=0.01 or auto.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32.", rich_help_panel=_TRAINING)] = None,
     collective: Annotated[
         str | None,

@@ -94,6 +94,14 @@ class ExchangeSettled(Event, frozen=True, tag=True, kw_only=True):
     """Bytes of gradient summed per second in buckets of the size chosen."""
     buckets: list[int]
     """Bytes of each bucket, in the order in which they leave."""
+    codec: str = "none"
+    """What encodes the gradients."""
+    encoding: float = 0.0
+    """Seconds of a step that encoding and decoding take."""
+    saved: float = 0.0
+    """Seconds of a step that the bytes saved are worth."""
+    note: str = ""
+    """What people should know: that the codec does not pay here, or why it was chosen."""
 
 
 class EpochDone(Event, frozen=True, tag=True, kw_only=True):

@@ -131,7 +131,9 @@ def _settled(row: EventRow) -> ExchangeSettled | None:
 def _known(settled: ExchangeSettled) -> dict[str, object]:
     """Its fields, None for what was not measured."""
     told: dict[str, object] = msgspec.to_builtins(settled)
-    return told | {name: told[name] or None for name in ("latency", "bandwidth", "buckets")}
+    return told | {
+        name: told[name] or None for name in ("latency", "bandwidth", "buckets", "encoding", "saved", "note")
+    }
 
 
 def measured(traffic: Traffic) -> int:
@@ -185,6 +187,7 @@ def exchange_facts(account: Account) -> list[tuple[str, str]]:
             ("collective", "; ".join(filter(None, [collective(settled), one_line(settled.reason)]))),
             ("hosts", hosts(settled.hosts)),
             ("buckets", buckets(settled.buckets)),
+            ("codec", codec_words(settled)),
         ]
     return [(name, value) for name, value in told if value]
 
@@ -236,6 +239,19 @@ def buckets(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} of {size(min(sizes))} to {size(max(sizes))}, {size(sum(sizes))} in all"
 
 
+def codec_words(settled: ExchangeSettled) -> str:
+    """What a codec costs and saves: "int8: encode 9 ms, saves 3 ms at 8.6 Gbit/s: use none", or "int8, 9.0 ms per step
+    to encode" where there is no note. Empty where nothing is encoded, unless there is a note on that."""
+    name, note = one_line(settled.codec), one_line(settled.note)
+    if note:
+        return f"{name}: {note}"
+    if settled.codec == "none":
+        return ""
+    cost = f"{span(settled.encoding)} per step to encode" if settled.encoding > 0 else ""
+    gain = f"saves {span(settled.saved)}" if settled.saved > 0 else ""
+    return ", ".join(filter(None, [name, cost, gain]))
+
+
 def settled_words(event: ExchangeSettled) -> str:
     """In one line: "shared memory, 12 buckets of up to 4.0 MiB, latency 11 µs, 5.4 GiB/s; all workers on one host"."""
     number = len(set(event.hosts))
@@ -245,7 +261,12 @@ def settled_words(event: ExchangeSettled) -> str:
         f"latency {span(event.latency)}" if event.latency > 0 else "",
         f"{size(event.bandwidth)}/s" if event.bandwidth > 0 else "",
     ]
-    return "; ".join(filter(None, [", ".join(filter(None, words)), one_line(event.reason)]))
+    return "; ".join(filter(None, [", ".join(filter(None, words)), one_line(event.reason), _codec_phrase(event)]))
+
+
+def _codec_phrase(settled: ExchangeSettled) -> str:
+    told = codec_words(settled)
+    return f"codec {told}" if told else ""
 
 
 def _up_to(sizes: Sequence[int]) -> str:
@@ -273,7 +294,7 @@ def _settled_briefly(settled: ExchangeSettled) -> str:
     """The collective and its buckets; where nothing was measured, all that is known."""
     if not settled.buckets:
         return settled_words(settled)
-    return f"{collective(settled)}, {_up_to(settled.buckets)}"
+    return "; ".join(filter(None, [f"{collective(settled)}, {_up_to(settled.buckets)}", _codec_phrase(settled)]))
 
 
 def sent_words(account: Account, most: int = 3) -> str:

@@ -7,7 +7,8 @@ and, for deterministic runs, a tree over the step's atoms whose shape does not d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,22 @@ from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
 from shoal.comm.plan import Settled
 from shoal.core.atoms import Node, share, tree_nodes, tree_sum
+from shoal.core.errors import ConfigError
 from shoal.core.traffic import GRADIENT
+from shoal.syncs.encoding import Encoding
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
 _CHUNK = 4 << 20
 """Elements gathered at once for the tree: bounds memory to members × nodes × this."""
+
+
+class Weighing(NamedTuple):
+    """How sums of gradients become means, where samples weigh differently: they are times `samples` / `weight`."""
+
+    samples: int
+    weight: float | None
+    """Over all workers; None if it is the first of the step's sums."""
 
 
 class Exchange(Protocol):
@@ -36,6 +47,10 @@ class Exchange(Protocol):
     on_bucket: Callable[[], None] | None
     """Called on this thread, if it is set, just before a part of the gradients leaves."""
 
+    @property
+    def weighs(self) -> bool:
+        """Whether `finish` makes means of sums. Else that is left to the caller."""
+
     def open(self, atoms: int, vectors: int) -> None:
         """Begin a step of so many atoms, whose two vectors have so many elements together; gradients are cleared."""
 
@@ -48,8 +63,11 @@ class Exchange(Protocol):
     def used(self) -> list[bool]:
         """For each parameter: has this worker a gradient for it in this step?"""
 
-    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
         """Both vectors summed over all workers; afterwards `.grad` of every parameter is the sum over all workers."""
+
+    def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
+        """Within, the optimizer applies the gradients, scaled by this since `finish`; afterwards the step counts."""
 
     def digest(self) -> bytes:
         """Equal on all workers whose exchanges fit each other."""
@@ -64,11 +82,32 @@ class Exchange(Protocol):
         """Let go of everything. `with_group`: the group is closed next."""
 
 
-def make_exchange(group: Group, params: Params, *, by_atom: bool, knowledge: bytes | None = None) -> Exchange:
+def make_exchange(
+    group: Group,
+    params: Params,
+    *,
+    by_atom: bool,
+    knowledge: bytes | None = None,
+    encoding: Encoding | None = None,
+    seed: int = 0,
+) -> Exchange:
     """`knowledge`, the same bytes on all workers, is what an earlier exchange of the same parameters had settled.
 
-    What does not fit the parameters is measured anew.
+    What does not fit the parameters is measured anew. With `encoding` gradients travel encoded.
     """
+    if encoding is not None:
+        # here: most runs need none of it
+        from shoal.syncs.auto import AutoExchange
+        from shoal.syncs.encoded import EncodedExchange
+
+        if by_atom:
+            raise ConfigError(
+                f"codec={encoding.codec.name!r}: deterministic=True sums the gradients of atoms as they are, so that "
+                "weights do not depend on the number of workers; use codec='none', or deterministic=False"
+            )
+        if encoding.codec.name == "auto":
+            return AutoExchange(group, params, encoding, knowledge, seed)
+        return EncodedExchange(group, encoding, seed)
     if by_atom:
         return TreeExchange(group, params)
     return AloneExchange(params) if group.size == 1 else BucketExchange(group, params, knowledge)
@@ -78,6 +117,7 @@ class AloneExchange:
     """One worker: its sum is the sum."""
 
     by_atom = False
+    weighs = False
 
     def __init__(self, params: Params) -> None:
         self.on_bucket: Callable[[], None] | None = None
@@ -97,11 +137,14 @@ class AloneExchange:
     def used(self) -> list[bool]:
         return [param.grad is not None for param in self._params]
 
-    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
         for number, param in enumerate(self._params):
             if param.grad is not None and param.grad.is_sparse:
                 raise refuse_sparse(self._names[number])
         return sums, flags
+
+    def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def digest(self) -> bytes:
         return b""
@@ -120,6 +163,7 @@ class BucketExchange:
     """Buckets over the group; both vectors ride in the last one."""
 
     by_atom = False
+    weighs = False
 
     def __init__(self, group: Group, params: Params, knowledge: bytes | None = None) -> None:
         self._params = [param for _, param in params]
@@ -146,9 +190,12 @@ class BucketExchange:
     def used(self) -> list[bool]:
         return [param.grad is not None for param in self._params]
 
-    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
         summed_sums, summed_flags = self._buckets.finish(torch.cat([sums, flags])).split([sums.numel(), flags.numel()])
         return summed_sums, summed_flags
+
+    def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def digest(self) -> bytes:
         return self._buckets.digest
@@ -167,6 +214,7 @@ class TreeExchange:
     """Gradients of atoms, summed over the binary tree of the step's atoms: bitwise equal for any number of workers."""
 
     by_atom = True
+    weighs = False
 
     def __init__(self, group: Group, params: Params) -> None:
         self.on_bucket: Callable[[], None] | None = None
@@ -217,7 +265,7 @@ class TreeExchange:
     def used(self) -> list[bool]:
         return self._used
 
-    def finish(self, sums: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
         empty = [self._zeros(numbers) for numbers in self._kinds.values()] + [torch.zeros_like(sums)]
         total = [self._tree(place, blank) for place, blank in enumerate(empty)]
         self._values = {}
@@ -250,6 +298,9 @@ class TreeExchange:
             }
             pieces.append(tree_sum(values, self._atoms, torch.add))
         return torch.cat(pieces)
+
+    def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def digest(self) -> bytes:
         return repr(

@@ -34,6 +34,7 @@ def launch(
     seed: int = 0,
     deterministic: bool = False,
     collective: str = "auto",
+    codec: str | spec.AnyCodec = "none",
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -51,6 +52,9 @@ def launch(
     engine_spec: spec.Local = spec.parse("engine", engine)
     count = default_workers(engine_spec) if workers is None else check_workers(workers)
     spec.check_collective(collective)
+    codec_spec: spec.AnyCodec = spec.parse("codec", codec)
+    if deterministic and codec_spec != spec.NoCodec():
+        raise ConfigError(f"codec={codec!r}: deterministic=True sums gradients as they are; use codec='none'")
     check_functions(fn=fn)
     check_whole(None, seed=seed)
     check_whole(1, keep=keep)
@@ -68,6 +72,7 @@ def launch(
                 seed=seed,
                 deterministic=deterministic,
                 collective=collective,
+                codec=codec_spec,
                 run_id=place.run_id,
                 run_dir=folder,
                 checkpoint_every=checkpoint_every,

@@ -17,12 +17,9 @@ effects out of it, or put them after `step.apply`.
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,21 +29,24 @@ from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import CheckpointMismatch, ConfigError
 from shoal.core.events import WorkerSeen
+from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
 from shoal.elastic.board import Phase, Place
 from shoal.layouts.single import Buffers, uses_batch_statistics
-from shoal.syncs.allreduce import Exchange, make_exchange
+from shoal.syncs.encoding import Encoding
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
 from shoal.trainer.replica import Replica
 from shoal.trainer.restore import restore
 from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
+from shoal.trainer.trained import Trained, make_trained
 from shoal.trainer.usage import Times
 
 if TYPE_CHECKING:
@@ -55,30 +55,6 @@ if TYPE_CHECKING:
 
 TELL_SECONDS = 1.0
 """How often a worker tells of itself."""
-
-
-@dataclass
-class Trained:
-    """An optimizer, and the exchange of those of its parameters that require gradients."""
-
-    optimizer: torch.optim.Optimizer
-    exchange: Exchange
-    params: list[tuple[str, nn.Parameter]]
-    everything: list[nn.Parameter]
-    mask: list[bool]
-    known: bytes | None = None
-    """What was settled about its exchange in a group that is no more."""
-
-    @cached_property
-    def frozen(self) -> list[nn.Parameter]:
-        """Those that did not require a gradient when the exchange was made."""
-        return [param for param, on in zip(self.everything, self.mask, strict=True) if not on]
-
-    def outdated(self) -> bool:
-        """Whether the optimizer has got other parameters, or others of them require gradients, since."""
-        now = [param for group in self.optimizer.param_groups for param in group["params"]]
-        same = len(now) == len(self.everything) and all(map(operator.is_, now, self.everything))
-        return not same or [param.requires_grad for param in now] != self.mask
 
 
 class Session:
@@ -100,6 +76,7 @@ class Session:
         run_dir: str | None = None,
         standing: Standing | None = None,
         place: Place | None = None,
+        codec: AnyCodec | None = None,
     ) -> None:
         """With `standing`, members may change, and `group` is that of the worker alone until the loop begins.
 
@@ -122,6 +99,12 @@ class Session:
         """Whether an evaluation is under way, for messages."""
         self.evaluated = -1
         """The last step that was evaluated."""
+        self.codec: AnyCodec = NoCodec() if codec is None else codec
+        self.private = Private()
+        self.parts_wanted = False
+        """Whether this step is to be checkpointed, for which all workers give their parts."""
+        self.exchanged_in = 0
+        """The term in which the last step was exchanged."""
         self.standing = standing
         self._place = standing.place if standing is not None else place
         self.times = Times()
@@ -164,7 +147,7 @@ class Session:
         checkpoints, and is restored here when the run resumes.
         """
         for name, thing in objects.items():
-            if name in self._replica.tracked or name == "session":
+            if name in self._replica.tracked or name in ("session", "codec"):
                 raise ConfigError(f"track: the name {name!r} is taken; use another one")
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigError(f"track: {name}={type(thing).__name__} has no state_dict and load_state_dict")
@@ -176,7 +159,7 @@ class Session:
             if isinstance(thing, nn.Module):
                 self._share(name, thing)
             if isinstance(thing, torch.optim.Optimizer):
-                self._train(thing)
+                self._read_encoding(self._train(thing))
         self.buffers = Buffers(self._replica.modules())
         self._untrained = None
 
@@ -211,6 +194,9 @@ class Session:
         self._origin = start
         if self.standing is not None:
             start = self._take_part(self.standing, total)
+        else:
+            self.share_private([self.private.holding] * self.workers)
+            self.private.stands()
         self._tell_start(course, total)
         if self.stopping is not None:
             return
@@ -224,6 +210,7 @@ class Session:
                 begun = time.perf_counter()
                 step = Step(self, loop, course.step(number))
                 self._at = step.span
+                self.parts_wanted = False
                 yield step
                 step.commit()
                 if number == self._origin and self.workers > 1 and self.standing is None:
@@ -233,7 +220,9 @@ class Session:
                 if self.stopping is not None:
                     return
                 if self.standing is not None and self.standing.due and number + 1 < total:
-                    self.standing.regroup(self)
+                    self._pool()
+                    if self.standing.due:
+                        self.standing.regroup(self)
             self._at = None
         finally:
             self._running = None
@@ -420,6 +409,7 @@ class Session:
     def state(self) -> dict[str, Any]:
         """What a member that is behind needs. The tensors are the live ones."""
         trees = self._trees()
+        trees["codec"] = as_tree(self._encodings(), None)
         trees["session"]["evaluated"] = self.evaluated
         trees["session"]["passing"] = self._replica.passing()
         trees["session"]["trains"] = self._replica.trains()
@@ -430,6 +420,12 @@ class Session:
         """Take over the state of another member."""
         self.before_change()
         told = trees["session"]
+        for encoding, common in zip(self._encodings(), trees["codec"], strict=True):
+            if told["step"] == self.step + 1:
+                # the others could apply the step only with all that this worker had to give to it
+                encoding.memory.commit()
+                self.private.stands()
+            encoding.adopt(common)
         self._replica.load(trees, told["passing"], told["trains"])
         self._best_step = told["best"]
         self._loop = told["loop"]
@@ -544,28 +540,22 @@ class Session:
 
     def _train(self, optimizer: torch.optim.Optimizer, knowledge: bytes | None = None) -> Trained:
         """Make the exchange for an optimizer, anew if other parameters require gradients now, or members changed."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates the loss several times in one update; use another optimizer")
-        everything = [param for group in optimizer.param_groups for param in group["params"]]
-        names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
-        if len(names) != len(everything):
-            names = [f"parameter {number}" for number in range(len(everything))]
-        mask = [param.requires_grad for param in everything]
-        params = [(name, param) for name, param, on in zip(names, everything, mask, strict=True) if on]
-        if not params:
-            raise ConfigError("the optimizer has no parameter that requires a gradient; set requires_grad=True on some")
-        exchange = make_exchange(self._group, params, by_atom=self.deterministic, knowledge=knowledge)
+        former = self._trained.get(id(optimizer))
+        trained = make_trained(
+            optimizer,
+            self._group,
+            self.codec,
+            by_atom=self.deterministic,
+            seed=self.seed,
+            knowledge=knowledge,
+            former=former,
+        )
         if self.standing is not None:
             standing = self.standing
-            exchange.on_bucket = lambda: standing.fault("bucket", self.step)
-        if len(set(self._group.gather_bytes(exchange.digest()))) > 1:
-            raise ConfigError("the workers' models differ in their parameters; build the same model on every worker")
-        former = self._trained.get(id(optimizer))
-        if former is not None:
-            former.exchange.close()
-        self._trained[id(optimizer)] = Trained(optimizer, exchange, params, everything, mask, knowledge)
+            trained.exchange.on_bucket = lambda: standing.fault("bucket", self.step)
+        self._trained[id(optimizer)] = trained
         self._untrained = None
-        return self._trained[id(optimizer)]
+        return trained
 
     def _vectors(self, trained: Trained) -> int:
         return self.sums_size + FLAGS + len(trained.params)
@@ -625,6 +615,38 @@ class Session:
             self._settled_told = True
             self.channel.emit(told)
 
+    # -- what encoding keeps -------------------------------------------------------------------------------------------
+
+    def _encodings(self) -> list[Encoding]:
+        return [trained.encoding for trained in self._trained.values() if trained.encoding is not None]
+
+    def _read_encoding(self, trained: Trained) -> None:
+        """Take what a checkpoint has of it. The sums are shared out when it is known who is there."""
+        saved = None if self._loaded is None else self._loaded.trees.get("codec")
+        if saved is None or trained.encoding is None:
+            return
+        place = self._encodings().index(trained.encoding)
+        if place < len(saved):
+            self.private.read(from_tree(saved[place], trained.encoding))
+
+    def share_private(self, held: Sequence[int]) -> None:
+        """Have this worker's part of what was kept as a sum; `held` says what each member of the group has."""
+        self.private.share(held, self._encodings())
+
+    def wants_parts(self, step: int) -> bool:
+        """Whether this worker is about to checkpoint this step, and needs the others' parts for it."""
+        return bool(self._encodings()) and self._saving.mine and self._saving.due(step)
+
+    def _pool(self) -> Totals | None:
+        """The sums over all workers of what they have still to send; None if it cannot be had.
+
+        After a change of members some have been through what led here, and some have its result from another one. So
+        it is done only in the term in which the step was exchanged: there all do the same.
+        """
+        if not self._encodings() or (self.standing is not None and self.exchanged_in != self.standing.term):
+            return None
+        return self.guard(lambda: self.private.pool(self._group, self._encodings()))  # type: ignore[no-any-return]
+
     def _between_steps(self, *, last: bool) -> None:
         if self._trained and not self._settled_told:
             self._tell_settled(last=last)
@@ -632,12 +654,15 @@ class Session:
         if now - self._told > TELL_SECONDS:
             self._told = now
             self.channel.emit(self.seen())
+        begun = time.perf_counter()
+        wanted = last or self._best or self.stopping is not None
+        totals = self._pool() if self.parts_wanted or wanted else None
         if self._saving.mine:
-            begun = time.perf_counter()
             self._saving.tell()
-            if last or self._best or self.stopping is not None or self._saving.due(self.step):
-                self._save()
-            self.times.checkpoint += time.perf_counter() - begun
+            if wanted or self.parts_wanted or (self._saving.due(self.step) and not self._encodings()):
+                self._save(totals)
+        self.private.forget()
+        self.times.checkpoint += time.perf_counter() - begun
         self._best = False
 
     def _trees(self) -> dict[str, Any]:
@@ -656,10 +681,13 @@ class Session:
         }
         return trees
 
-    def _save(self) -> None:
+    def _save(self, totals: Totals | None = None) -> None:
+        """Without `totals`, which only all workers together have, what this one has itself is kept of it."""
         refuse_not_finite(self.all_params(), self.step)
         self.enter(Phase.CHECKPOINT)
         trees = self._trees()
+        if self._encodings():
+            trees["codec"] = as_tree(self._encodings(), parts(self._encodings()) if totals is None else totals)
         volatile = [buffer for module in self._replica.modules() for buffer in module.buffers()]
         if not self._overlap:
             volatile += self._replica.changed_by_anyone(trees, {id(param) for _, param in self.all_params()})

@@ -41,6 +41,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     draws: bool
     knowledge: list[bytes | None]
     """What is settled about each exchange."""
+    private: int
+    """What it has of that which differs between members."""
 
 
 class Standing:
@@ -200,10 +202,11 @@ class Standing:
         self._channel.speak(rank == 0)
 
     def _agree(self, group: Group, session: Session) -> list[_Told]:
-        mine = _Told(session.position, session.stopping, session.draws, session.knowledge())
+        mine = _Told(session.position, session.stopping, session.draws, session.knowledge(), session.private.holding)
         told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
         if any(other.position < told[0].position for other in told):
             self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)
+        session.share_private([other.private for other in told])
         # Members that differ in these are all at the place where it was decided: see docs/design/membership.md.
         session.stopping = next((other.stopping for other in told if other.stopping is not None), None)
         if any(other.draws for other in told):

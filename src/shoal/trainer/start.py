@@ -17,7 +17,7 @@ from shoal.comm.choose import make_group
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
-from shoal.core.spec import Local
+from shoal.core.spec import AnyCodec, Local, NoCodec
 from shoal.elastic.board import Place
 from shoal.elastic.control import Control
 from shoal.engines.world import World
@@ -50,6 +50,7 @@ class Start:
     seed: int = 0
     deterministic: bool = False
     collective: str = "auto"
+    codec: AnyCodec = field(default_factory=NoCodec)
     run_id: str = ""
     run_dir: Path | None = None
     checkpoint_every: int | None = None
@@ -110,6 +111,7 @@ class Start:
             device=device,
             seed=self.seed,
             deterministic=self.deterministic,
+            codec=self.codec,
             saving=self._saving(channel),
             loaded=self.loaded,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
@@ -148,6 +150,7 @@ class Start:
             device=device,
             seed=self.seed,
             deterministic=self.deterministic,
+            codec=self.codec,
             saving=saving,
             loaded=self.loaded,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,

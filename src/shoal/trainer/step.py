@@ -21,20 +21,23 @@ from shoal.core.permutation import Permutation
 from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.loader import Loader, Stream
 from shoal.elastic.board import Phase
-from shoal.syncs.allreduce import Exchange
+from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
 from shoal.trainer.loss import read_loss
 
 if TYPE_CHECKING:
-    from shoal.trainer.session import Session, Trained
+    from shoal.trainer.session import Session
     from shoal.trainer.standing import Standing
+    from shoal.trainer.trained import Trained
 
 _AGREE = len(REASONS)
 _LEAVE = _AGREE + 1
-FLAGS = _LEAVE + 1
+_SAVE = _LEAVE + 1
+FLAGS = _SAVE + 1
 """Flags before those of the parameters: one for each reason to stop, one that asks all workers to agree on something
-new in this step, and one that asks all to leave the group after it, because members are to change."""
+new in this step, one that asks all to leave the group after it, because members are to change, and one that asks all
+for their part of a checkpoint."""
 HEAD = 2
 """Sums before those of logs and buffers: weight, loss."""
 
@@ -184,6 +187,7 @@ class Step:
         self._reset()
 
     def _reset(self) -> None:
+        self._update = None
         self._weight = 0.0
         self._loss = 0.0
         self._own_loss = 0.0
@@ -204,7 +208,7 @@ class Step:
         """Where members may change, the exchange belongs to the iteration: if it breaks, there are more batches."""
         session = self._session
         while True:
-            self._broken = False
+            self._broken = session.parts_wanted = False
             try:
                 yield from self._phase()
                 if not self._broken:
@@ -227,12 +231,16 @@ class Step:
         (trained,) = session.all_trained()
         standing.fault("exchange", self.number)
         with session.waiting(Phase.APPLY):
-            sums, flags = trained.exchange.finish(self._sums(), self._flags(trained.exchange, first=True))
+            sums, flags = trained.exchange.finish(
+                self._sums(), self._flags(trained.exchange, first=True), self._weighing()
+            )
             session.compare_replicas(self.number)
         self._told = flags.tolist()
         self._obey(self._told)
         self._update = self._settle(sums, agree=self._told[_AGREE] > 0)
         session.confirm(self.number)
+        session.exchanged_in = standing.term
+        session.private.stands()
         standing.fault("decide", self.number)
 
     def _phase(self) -> Iterator[Any]:
@@ -407,6 +415,7 @@ class Step:
         values = [float(reason == asked) for reason in REASONS]
         values.append(float(first and bool(self._new_logs or session.buffers.changes)))
         values.append(float(session.standing is not None and session.standing.leaving))
+        values.append(float(first and session.wants_parts(self.number + 1)))
         values += [float(used) for used in exchange.used()]
         return torch.tensor(values, dtype=torch.float32, device=session.device)
 
@@ -432,22 +441,29 @@ class Step:
             # What belongs to the phase is told once, with the first optimizer.
             sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
             session.enter(Phase.EXCHANGE)
-            sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first))
+            sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first), self._weighing())
             session.enter(Phase.APPLY)
             told = flags.tolist()
             self._obey(told)
             if first:
                 self._update = self._settle(sums, agree=told[_AGREE] > 0)
         assert self._update is not None
-        self._set_gradients(trained.params, told[FLAGS:], self._update.weight)
+        self._set_gradients(trained, told[FLAGS:], self._update.weight)
         for param in trained.frozen:
             param.grad = None  # thawed while the step was computed: it takes part from the next one on
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
         self._count_exchange()
         session.before_change()
-        optimizer.step()
+        with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
+            optimizer.step()
         self._update = self._update._replace(norm=norm)
         return self._update
+
+    def _weighing(self) -> Weighing | None:
+        """None where sums of gradients are means already, as all samples weigh the same."""
+        if not self._weighted:
+            return None
+        return Weighing(self.samples, None if self._update is None else self._update.weight)
 
     def _adopted(self, optimizer: torch.optim.Optimizer) -> Trained:
         if self._phases > 1 or self._session.deterministic:
@@ -472,6 +488,8 @@ class Step:
                 self._session.stopping = reason
         if self._session.standing is not None and flags[_LEAVE] > 0:
             self._session.standing.due = True
+        if flags[_SAVE] > 0:
+            self._session.parts_wanted = True
 
     def _settle(self, sums: Tensor, *, agree: bool) -> Update:
         """Read the summed vector; where workers met something new in this step, agree on it."""
@@ -516,13 +534,13 @@ class Step:
         session.buffers.learn(buffers, self.samples)
         return {name: total / weight for name, (total, weight) in logs.items()}
 
-    def _set_gradients(self, params: list[tuple[str, nn.Parameter]], used: list[float], weight: float) -> None:
+    def _set_gradients(self, trained: Trained, used: list[float], weight: float) -> None:
         """Make sums means. A parameter that no worker used has no gradient, as in one process."""
-        for (_, param), on in zip(params, used, strict=True):
+        for (_, param), on in zip(trained.params, used, strict=True):
             if not on:
                 param.grad = None
-        if weight != self.samples:
-            grads = [param.grad for _, param in params if param.grad is not None]
+        if weight != self.samples and not trained.exchange.weighs:
+            grads = [param.grad for _, param in trained.params if param.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, self.samples / weight)
 

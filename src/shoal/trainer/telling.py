@@ -70,4 +70,8 @@ def exchange_settled(step: int, group: Group, exchange: Exchange, *, last: bool)
         latency=settled.latency if settled is not None else 0.0,
         bandwidth=settled.bandwidth if settled is not None else 0.0,
         buckets=list(settled.buckets) if settled is not None else [],
+        codec=settled.codec if settled is not None else "none",
+        encoding=settled.encoding if settled is not None else 0.0,
+        saved=settled.saved if settled is not None else 0.0,
+        note=settled.note if settled is not None else "",
     )

@@ -91,7 +91,9 @@ class Trainer(Configured):
         run goes on (docs/elastic.md); below the least it waits. Without them the run has exactly its workers, and
         ends with an error if one of them dies. restarts: how often it may start again from its last checkpoint if all
         workers are lost (3, where members may change). faults: a `shoal.testing.FaultPlan`, for tests.
-    layout, sync, codec, precision, engine: this version has "single", "allreduce", "none", "fp32", "local".
+    layout, sync, precision, engine: this version has "single", "allreduce", "fp32", "local".
+    codec: how gradients travel: "none", "fp16", "bf16", "int8", "powersgd:rank=4", "onebit", "topk:density=0.01", or
+        "auto", which finds out what is fastest here (docs/codecs.md).
     collective: how workers sum: "shm" (shared memory), "hierarchical" (that inside hosts, a ring between them), "gloo"
         or "nccl"; "auto" chooses by where the workers are.
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
@@ -126,7 +128,7 @@ class Trainer(Configured):
         max_workers: int | None = None,
         layout: str | spec.Single = "single",
         sync: str | spec.AllReduce = "allreduce",
-        codec: str | spec.NoCodec = "none",
+        codec: str | spec.AnyCodec = "none",
         precision: str | spec.Fp32 = "fp32",
         collective: str = "auto",
         clip: float | None = None,
@@ -145,8 +147,14 @@ class Trainer(Configured):
         faults: Any | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        for kind, given in (("layout", layout), ("sync", sync), ("codec", codec), ("precision", precision)):
+        for kind, given in (("layout", layout), ("sync", sync), ("precision", precision)):
             spec.parse(kind, given)
+        self.codec: spec.AnyCodec = spec.parse("codec", codec)
+        if deterministic and self.codec != spec.NoCodec():
+            raise ConfigError(
+                f"codec={codec!r}: deterministic=True sums gradients as they are, so that weights do not depend on the "
+                "number of workers; use codec='none', or deterministic=False"
+            )
         self.collective = spec.check_collective(collective)
         self.engine: spec.Local = spec.parse("engine", engine)
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
@@ -267,6 +275,7 @@ class Trainer(Configured):
                     seed=self.seed,
                     deterministic=self.deterministic,
                     collective=self.collective,
+                    codec=self.codec,
                     run_id=place.run_id,
                     run_dir=place.path,
                     checkpoint_every=self.checkpoint_every,

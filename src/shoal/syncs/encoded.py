@@ -1,0 +1,331 @@
+"""The exchange of gradients that travel encoded.
+
+Gradients of large parameters are one vector, which is summed by the codec's own way; those of small ones, and the
+step's own numbers, are another, which is summed as it is. Where workers share hosts, only what crosses from host to
+host is encoded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.comm.buckets import TAIL_DTYPE, refuse_sparse
+from shoal.comm.codecs.contract import Summing
+from shoal.comm.codecs.make import make_summing
+from shoal.comm.codecs.memory import RESIDUAL, Memory
+from shoal.comm.codecs.roots import RootCodec
+from shoal.comm.codecs.sparse import MOMENTUM, SparseSum
+from shoal.comm.codecs.twophase import TwoPhaseSum
+from shoal.comm.group import Group
+from shoal.comm.hierarchy import HierarchicalGroup
+from shoal.comm.measure import finished
+from shoal.comm.plan import Settled
+from shoal.core.keys import derive
+from shoal.core.spec import AnyCodec, Int8
+from shoal.core.traffic import GRADIENT, STATE
+from shoal.syncs.allreduce import Weighing
+from shoal.syncs.encoding import SQUARES, Encoding
+from shoal.syncs.momentum import add_decay, factors, left_to_workers
+from shoal.syncs.variance import Variance
+from shoal.syncs.worth import Worth
+
+_NONE = msgspec.msgpack.encode([])
+
+
+class EncodedExchange:
+    """Over `group`, for the parameters of `encoding`. See `Exchange` for what its methods mean."""
+
+    by_atom = False
+    weighs = True
+
+    def __init__(
+        self, group: Group, encoding: Encoding, seed: int = 0, codec: AnyCodec | None = None, *, judged: bool = True
+    ) -> None:
+        """`codec` is another one than that of `encoding`; `judged`: whether to find out if it is worth its while."""
+        self.on_bucket: Callable[[], None] | None = None
+        self._group = group
+        self._encoding = encoding
+        self._wanted = codec or encoding.codec
+        self._seed = seed
+        self._params = [*encoding.large, *encoding.small]
+        self._outer = _outer(group)
+        self._members = len(set(group.hosts)) if isinstance(group, HierarchicalGroup) else group.size
+        """Of the group over which sums are encoded."""
+        self._sums: dict[str, Summing] = {}
+        if judged:
+            encoding.settled = _agreed(group, encoding.settled)
+        self._worth = Worth(group, encoding, judged=judged)
+        self._flat = group.buffer(encoding.count, torch.float32, encoding.memory.device)
+        self._views = encoding.views(self._flat)
+        self._short: Tensor | None = None
+        self._vectors = 0
+        self._squares: Tensor | None = None
+        encoding.memory.fold()
+        share_common(group, encoding.memory)
+        if self._outer is None:
+            encoding.memory.adopt({})  # it would be out of date when this member needs it
+        # those of members that have gone are missing from them
+        encoding.memory.drop(SQUARES)
+        if encoding.variance is not None:
+            encoding.variance.begin_anew()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def open(self, atoms: int, vectors: int) -> None:
+        self._worth.begin(self._flat)
+        self._vectors = vectors
+        self._encoding.memory.open()
+        for _, param in self._params:
+            param.grad = None
+
+    def arm(self) -> None:
+        return None
+
+    def atom_done(self, atom: int, sums: Tensor) -> None:
+        return None
+
+    def used(self) -> list[bool]:
+        return [param.grad is not None for _, param in self._encoding.params]
+
+    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
+        if self.on_bucket is not None:
+            self.on_bucket()
+        begun, waited = time.perf_counter(), self._group.account.exposed
+        short, small = self._laid_short()
+        _lay(self._encoding.large, self._views)
+        _lay(self._encoding.small, small)
+        tail = short[short.numel() - self._vectors :]
+        torch.cat([sums, flags], out=tail)
+        work = self._group.sum(short)
+        if weighing is not None:
+            # what is kept from step to step must not depend on what a step weighs
+            work.wait()
+            self._weigh(weighing, float(tail[0]), small)
+        self._sum()
+        work.wait()
+        self._sum_squares()
+        finished(self._flat.device)
+        for (_, param), view in zip(self._params, [*self._views, *small], strict=True):
+            param.grad = view if param.dtype == view.dtype else view.to(param.dtype)
+        waited = self._group.account.exposed - waited
+        if self._codec() is self._wanted:
+            self._worth.end(time.perf_counter() - begun - waited, waited)
+        summed_sums, summed_flags = tail.clone().split([sums.numel(), flags.numel()])
+        return summed_sums, summed_flags
+
+    def _weigh(self, weighing: Weighing, weight: float, small: Sequence[Tensor]) -> None:
+        weight = weight if weighing.weight is None else weighing.weight
+        if weight > 0.0 and weight != weighing.samples:
+            for part in (self._flat, *small):
+                part.mul_(weighing.samples / weight)
+
+    def _laid_short(self) -> tuple[Tensor, list[Tensor]]:
+        """The vector of all that is small, and the parts of it that belong to parameters."""
+        sizes = [param.numel() for _, param in self._encoding.small]
+        needed = sum(sizes) + self._vectors
+        if self._short is None or self._short.numel() != needed:
+            if self._short is not None:
+                self._group.release(self._short)
+            self._short = self._group.buffer(needed, TAIL_DTYPE, self._flat.device)
+        parts = self._short[: sum(sizes)].split(sizes) if sizes else ()
+        return self._short, [part.view_as(param) for part, (_, param) in zip(parts, self._encoding.small, strict=True)]
+
+    def _sum(self) -> None:
+        """Sum the large vector over all members."""
+        if not self._flat.numel():
+            return
+        if self._outer is None:
+            variance = self._encoding.variance
+            self._flush(variance.fresh if variance is not None and variance.held else 1.0)
+        if isinstance(self._group, HierarchicalGroup):
+            self._group.relay(self._flat, self._sum_over, GRADIENT)
+        else:
+            self._sum_over(self._group)
+
+    def _sum_squares(self) -> None:
+        """Where Adam's variance is to be renewed in this step: sum what all members have for it."""
+        variance, memory = self._encoding.variance, self._encoding.memory
+        self._squares = None
+        if variance is None or not variance.due():
+            return
+        squares = torch.zeros(memory.count, device=memory.device)
+        if self._outer is not None:
+            squares.copy_(memory.private(SQUARES)[0]).nan_to_num_(0.0, 0.0, 0.0)
+
+        def cross(outer: Group) -> None:
+            if outer.size > 1:
+                TwoPhaseSum(outer, RootCodec(), False).sum(squares, Memory(memory.count, memory.device))
+
+        if isinstance(self._group, HierarchicalGroup):
+            self._group.relay(squares, cross, GRADIENT)
+        else:
+            cross(self._group)
+        self._squares = squares
+
+    def _flush(self, units: float = 1.0) -> None:
+        """This member encodes nothing: what it still has to send goes as it is."""
+        memory = self._encoding.memory
+        if memory.has(RESIDUAL):
+            residual, shadow = memory.private()
+            self._flat.add_(residual, alpha=1.0 / units)
+            shadow.zero_()
+
+    def _sum_over(self, outer: Group) -> None:
+        encoding, variance = self._encoding, self._encoding.variance
+        gauge = None
+        if variance is not None and variance.held:
+            gauge = variance.gauge()
+            self._count_squares(variance)
+            variance.mix(self._views, outer.size)
+        else:
+            add_decay(encoding.optimizer, self._wanted, encoding.large, self._views, outer.size)
+        if outer.size == 1 and not factors(encoding.optimizer, self._wanted)[0]:
+            self._flush()
+            return
+        key = derive(self._seed, "codec", encoding.steps)
+        self._summing(outer).sum(self._flat, encoding.memory, key=key, gauge=gauge)
+
+    def _count_squares(self, variance: Variance) -> None:
+        """Add this step's to those before it, unless these are used up in this step."""
+        before, now = self._encoding.memory.private(SQUARES)
+        torch.mul(self._flat, self._flat, out=now)
+        if variance.scale != 1.0:
+            now.mul_(variance.scale**2)
+        if not variance.due():
+            now.add_(before)
+
+    def _summing(self, outer: Group) -> Summing:
+        codec = self._codec()
+        if codec.name not in self._sums:
+            self._sums[codec.name] = make_summing(codec, outer, self._encoding.shapes)
+        summing = self._sums[codec.name]
+        for way in getattr(summing, "ways", (summing,)):
+            if isinstance(way, SparseSum):
+                way.momentum, damping = factors(self._encoding.optimizer, self._wanted)
+                # as in the optimizer, whose first momentum is the gradient
+                way.damping = damping if self._encoding.steps else 1.0
+        return summing
+
+    def _codec(self) -> AnyCodec:
+        """That of this step: while Adam's variance is not steady gradients travel almost as they are."""
+        encoding = self._encoding
+        waits = encoding.variance is not None and not encoding.variance.held
+        return Int8() if waits else self._wanted
+
+    # -- the update ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def applying(self, scale: float = 1.0) -> Iterator[None]:
+        encoding, variance = self._encoding, self._encoding.variance
+        held = variance is not None and variance.held
+        self._keep_unused()
+        if scale != 1.0:
+            encoding.memory.temper(scale, (RESIDUAL, MOMENTUM))
+        if variance is None or not held:
+            with left_to_workers(encoding.optimizer, self._wanted, encoding.small):
+                yield
+        else:
+            variance.gauge()  # on all members now, also those that encode nothing: later it would have other bits
+            if self._squares is not None:
+                variance.renew(self._squares, self._members)
+                self._squares = None
+            with variance.applying(scale):
+                yield
+        encoding.memory.commit()
+        encoding.steps += 1
+        # alone nothing is encoded, and there is no reason to hold anything
+        if variance is not None and not held and self._group.size > 1 and variance.observe():
+            encoding.memory.rescale(variance.fresh)
+
+    def _keep_unused(self) -> None:
+        """What nobody has a gradient for is not applied: nothing of it has been sent."""
+        start = 0
+        for _, param in self._encoding.large:
+            if param.grad is None:
+                self._encoding.memory.undo(start, start + param.numel(), (RESIDUAL, MOMENTUM))
+            start += param.numel()
+
+    # -- what others ask -----------------------------------------------------------------------------------------------
+
+    def digest(self) -> bytes:
+        return repr(
+            (
+                self._wanted,
+                [(name, tuple(param.shape), str(param.dtype)) for name, param in self._params],
+            )
+        ).encode()
+
+    def settled(self) -> Settled | None:
+        return self._encoding.settled
+
+    def knowledge(self) -> bytes | None:
+        return None
+
+    def close(self, *, with_group: bool = False) -> None:
+        if not with_group:
+            self._group.release(self._flat)
+            if self._short is not None:
+                self._group.release(self._short)
+        self._short, self._views = None, []
+
+
+def _agreed(group: Group, settled: Settled | None) -> Settled | None:
+    """What the first member knows that knows any: who has come now does not, and all have to measure alike."""
+    told = group.gather_bytes(msgspec.msgpack.encode(settled))
+    known = (msgspec.msgpack.decode(text, type=Settled | None) for text in told)
+    return next((one for one in known if one is not None), None)
+
+
+class _Common(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says of a vector that all who encode have."""
+
+    name: str
+    dtype: str
+    size: int
+
+
+def share_common(group: Group, memory: Memory) -> None:
+    """Give all members the shared vectors of the first one that has some: not all of them have encoded so far."""
+    if group.size == 1:
+        return
+    mine = memory.common()
+    said = [_Common(name, str(value.dtype).removeprefix("torch."), value.numel()) for name, value in mine.items()]
+    told = group.gather_bytes(msgspec.msgpack.encode(said))
+    holder = next((rank for rank, text in enumerate(told) if text != _NONE), None)
+    if holder is None:
+        return
+    common = {}
+    for one in msgspec.msgpack.decode(told[holder], type=list[_Common]):
+        vector = torch.zeros(one.size, dtype=getattr(torch, one.dtype), device=memory.device)
+        if group.rank == holder:
+            vector.copy_(mine[one.name].flatten())
+        group.sum(vector, STATE).wait()
+        common[one.name] = vector.view_as(mine[one.name]) if one.name in mine else vector
+    memory.adopt(common)
+
+
+def _lay(params: Sequence[tuple[str, Any]], views: Sequence[Tensor]) -> None:
+    """Copy gradients to where they are summed; where there is none there are zeros."""
+    targets, grads = [], []
+    for (name, param), view in zip(params, views, strict=True):
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.is_sparse:
+            raise refuse_sparse(name)
+        else:
+            targets.append(view)
+            grads.append(param.grad)
+    if grads:
+        torch._foreach_copy_(targets, grads)
+
+
+def _outer(group: Group) -> Group | None:
+    """The group over which this member sums encoded numbers; None if another one of its host does."""
+    return group.across if isinstance(group, HierarchicalGroup) else group
