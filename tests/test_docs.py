@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -98,6 +103,41 @@ def run_program(path: Path, *args: str, folder: Path) -> str:
     return finished.stdout
 
 
+class Warm:
+    """Runs programs as `run_program` does, in forks of a process that has imported torch and shoal. One thread."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, path: Path, *args: str, folder: Path) -> str:
+        work, output = folder / "work", folder / "output"
+        work.mkdir()
+        environment = {"SHOAL_HOME": str(folder / "home")}
+        program = {"path": str(path), "arguments": args, "folder": str(work), "output": str(output)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps({**program, "environment": environment}), file=self._process.stdin, flush=True)
+        overdue = threading.Timer(DEADLINE, self.end)
+        overdue.start()
+        code = self._process.stdout.readline().strip()
+        overdue.cancel()
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        assert code == "0", f"exit code {code or f'none after {DEADLINE} s'}\n{text}"
+        return text
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=DEADLINE)
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -108,11 +148,26 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     here = [item for item in request.session.items if item.path == request.path]
     asked = [item.callspec.params for item in here if hasattr(item, "callspec")]
     paths = [path for params in asked for path in (params.get("ran"), params.get("example")) if path is not None]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return {path: pool.submit(run_page_or_example, path, tmp_path_factory.mktemp(path.stem)) for path in paths}
+    free: SimpleQueue[Warm] = SimpleQueue()
+
+    def run(path: Path, folder: Path) -> str:
+        warm = free.get()
+        try:
+            return run_page_or_example(path, folder, run_program if path == README else warm.run)
+        finally:
+            free.put(warm)
+
+    crew = [Warm() for _ in range(min(len(paths), os.cpu_count() or 1))]
+    for warm in crew:
+        free.put(warm)
+    with ThreadPoolExecutor(len(crew) or 1) as pool:
+        ran = {path: pool.submit(run, path, tmp_path_factory.mktemp(path.stem)) for path in paths}
+    for warm in crew:
+        warm.close()
+    return ran
 
 
-def run_page_or_example(path: Path, folder: Path) -> str:
+def run_page_or_example(path: Path, folder: Path, run_program: Callable[..., str]) -> str:
     if path.suffix == ".py":
         return run_program(path, "--quick", folder=folder)
     program = script_of(path.read_text(encoding="utf-8"))
