@@ -138,7 +138,8 @@ def test_members_that_leave_hand_over_and_those_that_join_begin_with_nothing(
     found, seen = one_layer(
         codec, tmp_path, loss=slowly, steps=48, min_workers=1, max_workers=4, callbacks=[resize], checkpoint_every=4
     )
-    assert seen.count("Regrouped") >= 2
+    # 3, then 2, then 4, of whom both may come at once or one by one: a member that did something alone would break it
+    assert seen.count("Regrouped") in (2, 3)
     assert_nothing_lost(found, longer, tolerance=6e-5)
 
 
