@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -104,10 +105,10 @@ SHAPES = {"weight": (64, 48), "bias": (48,)}
 
 
 class Member:
-    def __init__(self, group: Group, knowledge: bytes | None = None) -> None:
+    def __init__(self, group: Group, knowledge: bytes | None = None, make: Any = torch.optim.SGD) -> None:
         self.group = group
         self.params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-        self.optimizer = torch.optim.SGD(self.params.values(), lr=1.0)
+        self.optimizer = make(self.params.values(), lr=1.0)
         self.encoding = Encoding(AutoCodec(), self.optimizer, list(self.params.items()))
         self.given = torch.zeros(SHAPES["weight"])
         self.meet(group, knowledge)
@@ -188,6 +189,31 @@ def test_all_members_go_through_the_arms_and_stay_with_the_fastest(best: str, de
     torch.testing.assert_close(-weight, given - rest, rtol=1e-3, atol=0.02 if best == "fp16" else 1e-2)
     if best == "none":
         assert float(rest.abs().max()) == 0.0
+
+
+def test_adams_variance_is_held_only_once_powersgd_has_won(decided: list[dict[str, float]]) -> None:
+    """What is timed is powersgd itself; then gradients go by int8 until the variance is steady."""
+    decided[0]["powersgd"] = 0.5
+
+    def member(group: FakeGroup) -> tuple[list[str], list[bool], int]:
+        one = Member(group, make=torch.optim.Adam)
+        variance = one.encoding.variance
+        assert variance is not None
+        found, held, settled = [], [], 0
+        for step in range(120):
+            found.append(one.step(step))
+            held.append(variance.held)
+            settled += one.exchange.settled() is None
+        later = Member(group, one.exchange.knowledge(), torch.optim.Adam)
+        later.encoding.adopt(one.encoding.common())
+        assert later.step(120) == "powersgd"
+        return found, held, settled
+
+    found, held, settled = run_members(2, member)[0]
+    begins = held.index(True)
+    assert "powersgd" in found[:settled] and not any(held[:settled])
+    assert settled < begins and set(found[settled + 1 : begins + 1]) == {"int8"}
+    assert set(found[begins + 1 :]) == {"powersgd"} and all(held[begins:])
 
 
 def test_what_was_settled_is_known_in_another_group() -> None:

@@ -553,7 +553,7 @@ def sent_by(group: FakeGroup) -> dict[str, int]:
     return {flow.codec: flow.bytes for flow in group.account.now().flows if flow.kind == GRADIENT}
 
 
-@pytest.mark.parametrize("codec", [OneBit(block=64), TopK(density=0.05)], ids=str)
+@pytest.mark.parametrize("codec", [OneBit(block=64), TopK(density=0.05), PowerSGD(rank=2)], ids=str)
 def test_adam_is_warmed_up_with_int8_and_held_alike_on_all_members(codec: AnyCodec) -> None:
     def member(group: FakeGroup) -> tuple[list[int], list[dict[str, Tensor]], set[str]]:
         one = SteadyMember(group, codec, torch.optim.AdamW)
@@ -574,6 +574,12 @@ def test_adam_is_warmed_up_with_int8_and_held_alike_on_all_members(codec: AnyCod
     assert held == found[1][0] and held[9] == 0 and held[-1] > 10
     assert "int8" in warm and codec.name not in warm
     assert all(equal(weights) for weights in zip(*(weights for _, weights, _ in found), strict=True))
+
+
+def test_with_amsgrad_powersgd_leaves_the_variance_to_adam() -> None:
+    param = nn.Parameter(torch.zeros(64, 32))
+    optimizer = torch.optim.AdamW([param], amsgrad=True)
+    assert Encoding(PowerSGD(), optimizer, [("weight", param)]).variance is None
 
 
 def test_where_the_first_moment_travels_what_is_applied_and_kept_is_all_of_it() -> None:
@@ -661,11 +667,13 @@ def trained(
     *,
     clip: float | None = None,
     weight: Callable[[int], float] | None = None,
+    state: dict[str, dict[str, Tensor]] | None = None,
     **options: Any,
 ) -> list[dict[str, Tensor]]:
     """The weights after each step of two members, by name, which begin as zeros and have to be equal on both.
 
-    `weight`: what all samples of a step weigh, of which there are 8.
+    `weight`: what all samples of a step weigh, of which there are 8. Into `state` goes what the first one's optimizer
+    has at the end.
     """
 
     def member(group: FakeGroup) -> list[dict[str, Tensor]]:
@@ -691,6 +699,8 @@ def trained(
             with exchange.applying(scale):
                 optimizer.step()
             log.append({name: param.detach().clone() for name, param in params.items()})
+        if state is not None and group.rank == 0:
+            state.update((name, optimizer.state[param]) for name, param in params.items())
         return log
 
     first, second = run_members(2, member)
@@ -711,6 +721,7 @@ def moved(log: list[dict[str, Tensor]], name: str, start: int, stop: int) -> flo
         (TopK(density=0.05, threshold="exact"), torch.optim.SGD),
         (Int8(), torch.optim.SGD),
         (PowerSGD(rank=2), torch.optim.SGD),
+        (PowerSGD(rank=2), torch.optim.AdamW),
     ],
     ids=str,
 )
@@ -750,6 +761,7 @@ def along_a_spike(codec: AnyCodec, make: Any) -> Tensor:
         (Int8(), torch.optim.Adam, 1.1),
         (OneBit(block=64), torch.optim.SGD, 2.0),
         (PowerSGD(rank=8), torch.optim.SGD, 2.0),
+        (PowerSGD(rank=8), torch.optim.Adam, 2.0),
         (TopK(density=0.1, threshold="exact"), torch.optim.SGD, 2.0),
         (TopK(density=0.1, threshold="exact"), torch.optim.Adam, 2.0),
         (TopK(density=0.1, threshold="exact"), partial(torch.optim.SGD, momentum=0.9), 2.0),
@@ -765,6 +777,17 @@ def test_a_spike_that_is_clipped_does_not_live_on(codec: AnyCodec, make: Any, mo
     assert float(found.max()) < most * float(plain.max())
     # by then a moment has forgotten it
     assert float((found[-1] - found[45]).abs()) < 0.5 * float(plain.max())
+
+
+def test_with_powersgd_adams_variance_is_that_of_the_whole_gradients() -> None:
+    """Two directions of a matrix of noise have a small part of its squares, or after a while those of many steps."""
+    plain: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[str, Tensor]] = {}
+    for codec, state in ((NoCodec(), plain), (PowerSGD(rank=2), found)):
+        trained(codec, torch.optim.Adam, noise, 120, state=state, lr=1e-3)
+    for name in WIDE:
+        mean, held = (float(state[name]["exp_avg_sq"].mean()) for state in (plain, found))
+        assert held == pytest.approx(mean, rel=0.1)
 
 
 @cache
@@ -787,6 +810,8 @@ def begins_late(codec: AnyCodec, begins: str, start: int) -> list[dict[str, Tens
         (OneBit(), "zeros", 40),
         (TopK(density=0.1, threshold="exact"), "none", 30),
         (TopK(density=0.1, threshold="exact"), "zeros", 30),
+        (PowerSGD(rank=4), "none", 40),
+        (PowerSGD(rank=4), "zeros", 40),
     ],
     ids=str,
 )

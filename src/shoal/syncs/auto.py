@@ -145,7 +145,8 @@ class AutoExchange:
         if made is None:
             codec = ARMS[arm][0]
             if arm != NONE or self._group.size == 1:
-                made = EncodedExchange(self._group, self._encoding, self._seed, codec, judged=False)
+                tried = self._trial is not None
+                made = EncodedExchange(self._group, self._encoding, self._seed, codec, judged=False, trial=tried)
             else:
                 made = BucketExchange(self._group, self._params, self._inner)
             made.on_bucket = self._on_bucket
@@ -213,6 +214,8 @@ class AutoExchange:
             if arm != keep:
                 exchange.close()
                 del self._made[arm]
+            elif isinstance(exchange, EncodedExchange):
+                exchange.stay()
 
     def arm(self) -> None:
         self._now.arm()

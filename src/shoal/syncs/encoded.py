@@ -28,7 +28,7 @@ from shoal.comm.hierarchy import HierarchicalGroup
 from shoal.comm.measure import finished
 from shoal.comm.plan import Settled
 from shoal.core.keys import derive
-from shoal.core.spec import AnyCodec, Int8
+from shoal.core.spec import AnyCodec, Int8, OneBit, PowerSGD, TopK
 from shoal.core.traffic import GRADIENT, STATE
 from shoal.syncs.allreduce import Weighing
 from shoal.syncs.encoding import SQUARES, Encoding
@@ -46,9 +46,19 @@ class EncodedExchange:
     weighs = True
 
     def __init__(
-        self, group: Group, encoding: Encoding, seed: int = 0, codec: AnyCodec | None = None, *, judged: bool = True
+        self,
+        group: Group,
+        encoding: Encoding,
+        seed: int = 0,
+        codec: AnyCodec | None = None,
+        *,
+        judged: bool = True,
+        trial: bool = False,
     ) -> None:
-        """`codec` is another one than that of `encoding`; `judged`: whether to find out if it is worth its while."""
+        """`codec` is another one than that of `encoding`; `judged`: whether to find out if it is worth its while.
+
+        In a `trial`, until `stay` is called, a step is taken with the codec itself whatever the optimizer is like.
+        """
         self.on_bucket: Callable[[], None] | None = None
         self._group = group
         self._encoding = encoding
@@ -71,10 +81,18 @@ class EncodedExchange:
         share_common(group, encoding.memory)
         if self._outer is None:
             encoding.memory.adopt({})  # it would be out of date when this member needs it
-        # those of members that have gone are missing from them
+        self._variance: Variance | None = None
+        if not trial:
+            self.stay()
+
+    def stay(self) -> None:
+        """No trial any longer: from the next step on Adam's variance is taken care of, where the codec needs that."""
+        encoding = self._encoding
+        self._variance = encoding.variance if isinstance(self._wanted, OneBit | TopK | PowerSGD) else None
+        # those of members that have gone are missing from them, or of steps with another codec
         encoding.memory.drop(SQUARES)
-        if encoding.variance is not None:
-            encoding.variance.begin_anew()
+        if self._variance is not None:
+            self._variance.begin_anew()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -142,7 +160,7 @@ class EncodedExchange:
         if not self._flat.numel():
             return
         if self._outer is None:
-            variance = self._encoding.variance
+            variance = self._variance
             self._flush(variance.fresh if variance is not None and variance.held else 1.0)
         if isinstance(self._group, HierarchicalGroup):
             self._group.relay(self._flat, self._sum_over, GRADIENT)
@@ -151,7 +169,7 @@ class EncodedExchange:
 
     def _sum_squares(self) -> None:
         """Where Adam's variance is to be renewed in this step: sum what all members have for it."""
-        variance, memory = self._encoding.variance, self._encoding.memory
+        variance, memory = self._variance, self._encoding.memory
         self._squares = None
         if variance is None or not variance.due():
             return
@@ -178,10 +196,11 @@ class EncodedExchange:
             shadow.zero_()
 
     def _sum_over(self, outer: Group) -> None:
-        encoding, variance = self._encoding, self._encoding.variance
+        encoding, variance = self._encoding, self._variance
         gauge = None
         if variance is not None and variance.held:
-            gauge = variance.gauge()
+            # divided by numbers of its own, each element of a matrix, it would have more directions than before
+            gauge = None if isinstance(self._wanted, PowerSGD) else variance.gauge()
             self._count_squares(variance)
             variance.mix(self._views, outer.size)
         else:
@@ -215,15 +234,14 @@ class EncodedExchange:
 
     def _codec(self) -> AnyCodec:
         """That of this step: while Adam's variance is not steady gradients travel almost as they are."""
-        encoding = self._encoding
-        waits = encoding.variance is not None and not encoding.variance.held
+        waits = self._variance is not None and not self._variance.held
         return Int8() if waits else self._wanted
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def applying(self, scale: float = 1.0) -> Iterator[None]:
-        encoding, variance = self._encoding, self._encoding.variance
+        encoding, variance = self._encoding, self._variance
         held = variance is not None and variance.held
         self._keep_unused()
         if scale != 1.0:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shoal.comm.codecs.memory import Memory
 from shoal.comm.plan import Settled
-from shoal.core.spec import AnyCodec, OneBit, TopK
-from shoal.syncs.variance import Variance
+from shoal.core.spec import AnyCodec, AutoCodec, OneBit, PowerSGD, TopK
+from shoal.syncs.variance import Variance, can_be_held
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
@@ -43,15 +43,22 @@ class Encoding:
         self.count = sum(param.numel() for _, param in self.large)
         device = params[0][1].device
         self.memory = Memory(self.count, device)
-        self.variance: Variance | None = None
-        if isinstance(codec, OneBit | TopK) and self.large:
-            large, small = ([param for _, param in some] for some in (self.large, self.small))
-            carries = not isinstance(codec, TopK) or codec.correction
-            self.variance = Variance.of(optimizer, large, small, carries=carries)
+        self.variance = self._variance() if self.large else None
         self.steps = 0
         """Steps that were exchanged with this codec."""
         self.settled: Settled | None = None
         """What was measured, in whatever group."""
+
+    def _variance(self) -> Variance | None:
+        """Of codecs that make gradients of other squares; `auto` may choose one. None if it is the optimizer's own."""
+        codec, large, small = self.codec, *([param for _, param in some] for some in (self.large, self.small))
+        if isinstance(codec, OneBit | TopK):
+            carries = isinstance(codec, OneBit) or codec.correction
+            return Variance.of(self.optimizer, large, small, carries=carries)
+        if isinstance(codec, PowerSGD | AutoCodec) and can_be_held(self.optimizer):
+            # a moment has as many directions as the gradients of ten steps together, and factors reach few of them
+            return Variance.of(self.optimizer, large, small, carries=False)
+        return None
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -81,7 +81,7 @@ class Variance:
         """None for an optimizer that has none. Raises `ConfigError` for one whose cannot be held."""
         if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             return None
-        if any(group.get("amsgrad") for group in optimizer.param_groups):
+        if not can_be_held(optimizer):
             raise ConfigError(
                 "codec: onebit and topk hold Adam's variance, which amsgrad=True does not let them; use "
                 "amsgrad=False, or another codec"
@@ -327,6 +327,11 @@ class Variance:
             self._live = [bool(live) for live in state["live"]]
             self._interval, self._look_at = int(state["interval"]), int(state["look_at"])
             self._seen, self.scale, self._gauge = state["seen"], float(state["scale"]), None
+
+
+def can_be_held(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it divides by a mean of squares that nothing else is made of."""
+    return isinstance(optimizer, torch.optim.Adam) and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
 def _kept(beta: float, steps: int) -> float:
