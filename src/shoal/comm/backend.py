@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.comm.account import Account
 from shoal.comm.connections import Connections
 from shoal.comm.graves import bury, keep_until_complete
-from shoal.comm.group import CPU, REVOKED, bytes_of, numbers_of
+from shoal.comm.group import CPU, REVOKED, Done, Work, bytes_of, numbers_of
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, NETWORK
 
@@ -52,6 +52,8 @@ class BackendWork:
 
 class BackendGroup:
     """A group on torch's own backends: `control` moves bytes and CPU tensors, `device` those on accelerators."""
+
+    progresses = True
 
     def __init__(
         self,
@@ -100,22 +102,32 @@ class BackendGroup:
         return total[self.rank].clone()
 
     def swap(self, rows: Tensor, kind: str = GRADIENT) -> Tensor:
-        swapped = torch.empty_like(rows)
-        if rows.numel():
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self.account.sent(kind, self._link_to(peer), rows.nbytes // self.size, 1)
-            given, taken = bytes_of(rows), bytes_of(swapped)
-            self._through("swap", self._for(rows), lambda backend: backend.alltoall_base(taken, given, [], []))
+        swapped, work = self.start_swap(rows, kind)
+        work.wait()
         return swapped
 
+    def start_swap(self, rows: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        swapped = torch.empty_like(rows)
+        if not rows.numel():
+            return swapped, Done()
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.account.sent(kind, self._link_to(peer), rows.nbytes // self.size, 1)
+        backend, given, taken = self._for(rows), bytes_of(rows), bytes_of(swapped)
+        return swapped, self._started("swap", backend, lambda: backend.alltoall_base(taken, given, [], []))
+
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
-        stacked = buffer.new_empty((self.size, *buffer.shape))
-        if buffer.numel():
-            self.account.sent(kind, self._link_to(self.rank + 1), (self.size - 1) * buffer.nbytes, self.size - 1)
-            rows = [bytes_of(row) for row in stacked.unbind()]
-            self._through("gather", self._for(buffer), lambda backend: backend.allgather([rows], [bytes_of(buffer)]))
+        stacked, work = self.start_gather(buffer, kind)
+        work.wait()
         return stacked
+
+    def start_gather(self, buffer: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        stacked = buffer.new_empty((self.size, *buffer.shape))
+        if not buffer.numel():
+            return stacked, Done()
+        self.account.sent(kind, self._link_to(self.rank + 1), (self.size - 1) * buffer.nbytes, self.size - 1)
+        backend, given, rows = self._for(buffer), bytes_of(buffer), [bytes_of(row) for row in stacked.unbind()]
+        return stacked, self._started("gather", backend, lambda: backend.allgather([rows], [given]))
 
     def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
         return gather_bytes_by_rows(self.gather, data, kind)

@@ -3,11 +3,12 @@
 The contract, which `shoal.testing.groups` checks for every implementation:
 
 - *Order.* Members call the same operations in the same order, with contiguous tensors of equal shape and dtype.
-- *Ownership.* A buffer handed to `sum` belongs to the group until `wait` returns: it may be neither read nor written.
-  All other operations are complete when they return. What they return belongs to the caller.
+- *Ownership.* What is handed to `sum`, and what goes into and comes out of `start_swap` and `start_gather`, belongs to
+  the group until `wait` returns: it may be neither read nor written. All other operations are complete when they
+  return. What they return belongs to the caller.
 - *Result.* A sum is bitwise equal on all members, and depends on the values, the shape and the members only.
 - *Threads.* A group is used by one thread, the one that made it. Signal handlers run while an operation waits.
-- *Progress.* An operation may make progress only while its member is inside a call of the group.
+- *Progress.* Unless the group `progresses`, an operation may do so only while its member is inside a call of the group.
 - *Errors.* If a member dies or leaves, whatever the others wait for, now or later, raises `GroupError` on each of them
   within a second, and nothing of the group is left behind. A group that has raised is broken: every later operation
   raises.
@@ -52,6 +53,8 @@ class Group(Protocol):
     """For each member the number of its host; hosts are numbered in order of their first member."""
     account: Account
     """What this member has sent."""
+    progresses: bool
+    """Whether operations under way go on while the member does something else."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat buffer of zeros where sums of it, or of contiguous parts of it, are fastest. All members call this."""
@@ -74,8 +77,14 @@ class Group(Protocol):
         The first dimension of `rows` is the group's size. They are only moved: any dtype will do.
         """
 
+    def start_swap(self, rows: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        """Start a `swap`: what it will return, and the work after which that is there."""
+
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         """All members' buffers, stacked along a new first dimension in order of rank."""
+
+    def start_gather(self, buffer: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        """Start a `gather`, as `start_swap` starts a swap."""
 
     def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
         """All members' byte strings, which may differ in length, in order of rank."""
@@ -107,7 +116,19 @@ class Done:
         return None
 
 
-class SoloGroup:
+class AtOnce:
+    """What groups have in common whose swaps and gathers are complete when they return."""
+
+    progresses = False
+
+    def start_swap(self: Group, rows: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        return self.swap(rows, kind), Done()
+
+    def start_gather(self: Group, buffer: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        return self.gather(buffer, kind), Done()
+
+
+class SoloGroup(AtOnce):
     """A group of one: everything is complete at once and nothing is sent."""
 
     rank = 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend import BackendGroup, BackendWork, gather_bytes_by_rows
-from shoal.comm.group import CPU, Done, Group, Work, numbers_of
+from shoal.comm.group import CPU, AtOnce, Done, Group, Work, numbers_of
 from shoal.comm.shm.group import ShmGroup
 from shoal.comm.shm.notes import RELAY, other
 from shoal.comm.shm.plan import Plan
@@ -212,7 +212,7 @@ class _HostGroup(ShmGroup):
         work.wait()
 
 
-class HierarchicalGroup:
+class HierarchicalGroup(AtOnce):
     """Members on several hosts. Made by `make_group`."""
 
     collective = "hierarchical"

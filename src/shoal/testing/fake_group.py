@@ -70,6 +70,7 @@ class FakeGroup:
 
     collective = "fake"
     reason = "a test asked for it"
+    progresses = True
 
     def __init__(self, table: Table, rank: int, hosts: tuple[int, ...] | None = None) -> None:
         self.rank = rank
@@ -105,6 +106,12 @@ class FakeGroup:
             total += part[self.rank]
         self._sent(kind, (self.size - 1) * buffer[0].nbytes)
         return total
+
+    def start_gather(self, buffer: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        return _not_yet(self.gather(buffer, kind))
+
+    def start_swap(self, rows: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
+        return _not_yet(self.swap(rows, kind))
 
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         parts = self._exchange("gather", buffer.clone())
@@ -179,6 +186,12 @@ def run_members(
     if met:
         raise next((error for error in met if not isinstance(error, GroupError)), met[0])
     return results
+
+
+def _not_yet(found: Tensor) -> tuple[Tensor, Work]:
+    """What was found, of which nothing is there before the work is waited for."""
+    nothing = torch.full_like(found, torch.nan if found.is_floating_point() else 77)
+    return nothing, _Landing(nothing, found)
 
 
 def _refuse_unequal(operation: str, parts: list[Tensor]) -> None:

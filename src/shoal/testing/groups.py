@@ -71,6 +71,7 @@ CASES: dict[str, Callable[[Group], Any]] = {
         sums.buffers_made_again_and_again,
         moves.scatter_sum,
         moves.swap,
+        moves.moves_under_way_at_once,
         moves.gather,
         moves.gather_bytes,
         moves.broadcast,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.comm.account import Account
 from shoal.comm.backend import gather_bytes_by_rows
-from shoal.comm.group import CPU, Done, Work, bytes_of, numbers_of
+from shoal.comm.group import CPU, AtOnce, Done, Work, bytes_of, numbers_of
 from shoal.comm.shm.memory import Memory
 from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, SWAP, other, said, what_of
 from shoal.comm.shm.plan import Plan
@@ -33,7 +33,7 @@ _PLANS = 4096
 _READY, _DONE = 0, 1
 
 
-class ShmGroup:
+class ShmGroup(AtOnce):
     """Members of one host. Made by `meeting.meet`."""
 
     collective = "shm"

@@ -33,6 +33,26 @@ def swap(group: Group) -> None:
         assert found.dtype == dtype and torch.equal(own, parts[group.rank]), "swap leaves its rows as they are"
 
 
+def moves_under_way_at_once(group: Group) -> None:
+    """Swaps, gathers and sums, waited for in order, in reverse, and in an order of each member's own."""
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [(at + group.rank) % 5 for at in range(5)]):
+        rows = [all_drawn(group, (group.size, length), torch.uint8, seed=length) for length in (70_001, 3)]
+        parts = [all_drawn(group, length, torch.float32, seed=length) for length in (5, 40_000)]
+        total = torch.full((1000,), float(group.rank))
+        given = [some[group.rank].clone() for some in (*rows, *parts)]
+        (first, swap), (third, gather) = group.start_swap(given[0]), group.start_gather(given[2])
+        work = group.sum(total)
+        (second, swap_again), (fourth, gather_again) = group.start_swap(given[1]), group.start_gather(given[3])
+        works = [swap, gather, work, swap_again, gather_again]
+        for at in order:
+            works[at].wait()
+        for found, some in ((first, rows[0]), (second, rows[1])):
+            assert torch.equal(found, torch.stack([part[group.rank] for part in some])), order
+        for found, some in ((third, parts[0]), (fourth, parts[1])):
+            assert torch.equal(found, torch.stack(some)), order
+        assert float(total[0]) == float(total[-1]) == sum(range(group.size))
+
+
 def gather(group: Group) -> str:
     stacks = []
     shapes: list[tuple[int, ...]] = [(2, 3), (), (0, 4), (1,), (70_001,)]
