@@ -165,7 +165,7 @@ def test_what_the_second_phase_keeps_is_pooled_and_shared_too() -> None:
     def member(group: FakeGroup) -> tuple[Tensor, Tensor]:
         private, kept = Private(), encoding(1.0)
         start = group.rank * COUNT // 2
-        _, shadow = kept.memory.owned(start, start + COUNT // 2)
+        [(_, shadow)] = kept.memory.owned((start, start + COUNT // 2))
         shadow.fill_(8.0)
         kept.memory.commit()
         private.holds = True

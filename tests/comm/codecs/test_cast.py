@@ -215,7 +215,7 @@ def test_what_an_earlier_codec_left_is_sent() -> None:
     def member(group: FakeGroup) -> tuple[Tensor, Tensor]:
         memory = Memory(50, CPU)
         memory.take({"residual": torch.full((50,), 2.0)}, group.size)
-        owned, _ = memory.owned(0, 25)
+        [(owned, _)] = memory.owned((0, 25))
         owned.fill_(1.0)
         result = summed(group, "bf16", torch.ones(50), memory)
         memory.commit()

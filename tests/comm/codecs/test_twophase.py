@@ -204,18 +204,55 @@ def test_what_is_not_finite_reaches_all_and_no_residual(name: str, bad: float, a
         memory, summing = Memory(300, CPU), TwoPhaseSum(group, CODECS[name](), True)
         step(summing, numbers(300, group.rank), memory)
         memory.commit()
-        before = torch.cat((memory.private()[0], memory.owned(*chunks(300, 3, 64)[group.rank])[0]))
+        before = torch.cat((memory.private()[0], memory.owned(chunks(300, 3, 64)[group.rank])[0][0]))
         mine = numbers(300, group.rank)
         mine[at] = bad if group.rank == 1 else 1.0
         result = step(summing, mine, memory)
         memory.commit()
-        return result, before, torch.cat((memory.private()[0], memory.owned(*chunks(300, 3, 64)[group.rank])[0]))
+        return result, before, torch.cat((memory.private()[0], memory.owned(chunks(300, 3, 64)[group.rank])[0][0]))
 
     found = run_members(3, member)
     for result, before, after in found:
         assert not math.isfinite(result[at])
         assert torch.equal(before, after) and before.any()
         assert torch.equal(torch.isfinite(result), torch.isfinite(found[0][0]))
+
+
+@pytest.mark.parametrize("bad", [None, 20, 290])
+@pytest.mark.parametrize("name", ["int8", "onebit"])
+def test_stretches_are_one_sum(name: str, bad: int | None) -> None:
+    """Sent one after the other, turned while the next is on its way: nothing is lost, or nothing at all is applied."""
+    stretches = [(200, 300), (64, 200), (0, 64)]
+
+    def member(group: Group) -> tuple[list[Tensor], Tensor, Tensor]:
+        memory, summing = Memory(300, CPU), TwoPhaseSum(group, CODECS[name](), True)
+        results, before = [], torch.zeros(300)
+        for key in range(3):
+            mine = numbers(300, 10 * key + group.rank)
+            if bad is not None and key == 2:
+                before = memory.parts()["residual"].clone()
+                mine[bad] = math.nan
+            memory.open()
+            running = summing.begin(mine, memory, key=key, stretches=stretches)
+            for number in range(3):
+                running.send(number)
+                if number:
+                    running.turn(number - 1)
+            running.turn(2)
+            running.end()
+            memory.commit()
+            results.append(mine)
+        return results, before, memory.parts()["residual"]
+
+    found = run_members(3, member)
+    if bad is not None:
+        for results, before, after in found:
+            assert math.isnan(results[2][bad]) and torch.equal(before, after) and bool(before.any())
+        return
+    for results, _, _ in found:
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0][0], strict=True))
+    given = total([numbers(300, 10 * key + rank) for key in range(3) for rank in range(3)])
+    torch.testing.assert_close(total(found[0][0]) + total([kept for _, _, kept in found]), given, rtol=0, atol=1e-5)
 
 
 # ---- what is sent

@@ -33,8 +33,8 @@ class Memory:
         self.device = device
         self._private: dict[str, _Pair] = {}
         self._shared: dict[str, _Pair] = {}
-        self._owned: _Pair | None = None
-        self._owned_at = 0
+        self._owned: dict[int, _Pair] = {}
+        """What the second phase has lost of the chunks that this member adds up, by where they begin."""
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -55,9 +55,8 @@ class Memory:
             pair = self._private.get(name)
             if pair is not None:
                 pair.shadow[start:stop].copy_(pair.value[start:stop])
-        pair = self._owned
-        if pair is not None:
-            first, last = (min(max(at - self._owned_at, 0), pair.value.numel()) for at in (start, stop))
+        for at, pair in self._owned.items():
+            first, last = (min(max(place - at, 0), pair.value.numel()) for place in (start, stop))
             pair.shadow[first:last].copy_(pair.value[first:last])
 
     def private(self, name: str = RESIDUAL) -> tuple[Tensor, Tensor]:
@@ -72,15 +71,17 @@ class Memory:
         """Whether there is such a private vector: a step whose codec needs none has to send what is in it."""
         return name in self._private
 
-    def owned(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The residual of the second phase, for the chunk that this member adds up, and its shadow."""
-        pair = self._owned
-        if pair is None or self._owned_at != start or pair.value.numel() != stop - start:
+    def owned(self, *chunks: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+        """The residuals of the second phase, for all chunks that this member adds up, and their shadows.
+
+        If it had other chunks before, what they have kept becomes part of the private residual.
+        """
+        if [(start, start + pair.value.numel()) for start, pair in self._owned.items()] != list(chunks):
             self.fold()
-            pair = self._owned = _Pair(torch.zeros(stop - start, device=self.device))
-            self._owned_at = start
-        pair.written = True
-        return pair.value, pair.shadow
+            self._owned = {start: _Pair(torch.zeros(stop - start, device=self.device)) for start, stop in chunks}
+        for pair in self._owned.values():
+            pair.written = True
+        return [(pair.value, pair.shadow) for pair in self._owned.values()]
 
     def shared(self, name: str, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """A vector that is equal on all members, made by `make` at first, and its shadow."""
@@ -91,36 +92,36 @@ class Memory:
         return pair.value, pair.shadow
 
     def _pairs(self) -> list[_Pair]:
-        return [*self._private.values(), *self._shared.values(), *([self._owned] if self._owned is not None else [])]
+        return [*self._private.values(), *self._shared.values(), *self._owned.values()]
 
     # -- when members change -------------------------------------------------------------------------------------------
 
     def fold(self) -> None:
         """Chunks are about to have other owners: what the second phase lost is this member's to send, as any other."""
-        owned, self._owned = self._owned, None
-        if owned is not None:
+        owned, self._owned = self._owned, {}
+        if owned:
             pair = self._private.get(RESIDUAL)
             if pair is None:
                 pair = self._private[RESIDUAL] = _Pair(torch.zeros(self.count, device=self.device))
-            pair.value[self._owned_at : self._owned_at + owned.value.numel()].add_(owned.value)
+            _add_parts(pair.value, owned)
 
     def parts(self) -> dict[str, Tensor]:
         """The private vectors as they would be folded: sums of them over all members are what is still to be sent."""
         found = {name: pair.value for name, pair in sorted(self._private.items())}
-        if self._owned is not None:
+        if self._owned:
             residual = found[RESIDUAL].clone() if RESIDUAL in found else torch.zeros(self.count, device=self.device)
-            residual[self._owned_at : self._owned_at + self._owned.value.numel()].add_(self._owned.value)
+            _add_parts(residual, self._owned)
             found[RESIDUAL] = residual
         return found
 
     def take(self, totals: Mapping[str, Tensor], members: int) -> None:
         """Have one of `members` equal parts of these sums."""
-        self._owned = None
+        self._owned = {}
         self._private = {name: _Pair(total.to(self.device) / members) for name, total in totals.items()}
 
     def temper(self, factor: float, names: Sequence[str]) -> None:
         """What is applied in this step is scaled by this, and so is what is left of it, in these private vectors."""
-        for pair in (*(self._private.get(name) for name in names), self._owned):
+        for pair in (*(self._private.get(name) for name in names), *self._owned.values()):
             if pair is not None and pair.written:
                 pair.shadow.mul_(factor)
 
@@ -131,7 +132,7 @@ class Memory:
     def rescale(self, factor: float) -> None:
         """What is to be sent is in other units from now on."""
         pair = self._private.get(RESIDUAL)
-        for held in (pair, self._owned):
+        for held in (pair, *self._owned.values()):
             if held is not None:
                 held.value.mul_(factor)
 
@@ -142,3 +143,8 @@ class Memory:
     def adopt(self, common: Mapping[str, Tensor]) -> None:
         """Have these shared vectors, which are another member's, or a checkpoint's."""
         self._shared = {name: _Pair(value.detach().clone().to(self.device)) for name, value in common.items()}
+
+
+def _add_parts(vector: Tensor, parts: Mapping[int, _Pair]) -> None:
+    for start, pair in parts.items():
+        vector[start : start + pair.value.numel()].add_(pair.value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from shoal.comm.codecs.blocks import is_finite, mixed
 from shoal.comm.codecs.contract import Codec, State
 from shoal.comm.codecs.memory import Memory
-from shoal.comm.group import Group
+from shoal.comm.group import Group, Work
 from shoal.core.errors import PayloadError
 from shoal.core.traffic import GRADIENT
 
@@ -30,83 +33,129 @@ class TwoPhaseSum:
 
     def __init__(self, group: Group, codec: Codec, feedback: bool = True) -> None:
         self.name = codec.name
-        self._group = group
-        self._codec = codec
-        self._feedback = feedback
-        self._block = getattr(codec, "block", 8)
+        self.group = group
+        self.codec = codec
+        self.feedback = feedback
 
     def sum(self, flat: Tensor, memory: Memory, *, key: int = 0, gauge: Tensor | None = None) -> None:
-        account = self._group.account
-        account.codec = self.name
-        try:
-            self._sum(flat, memory, key, gauge)
-        finally:
-            account.codec = "none"
+        self.begin(flat, memory, key=key, gauge=gauge).go()
 
-    def _sum(self, flat: Tensor, memory: Memory, key: int, gauge: Tensor | None) -> None:
-        cut = chunks(flat.numel(), self._group.size, self._block)
-        whole, owned = self._states(flat, memory, cut, key, gauge)
-        total = self._parts_added(flat, whole, cut)
-        totals = self._gathered(self._codec.encode(total, owned), cut)
-        for (start, stop), payload in zip(cut, totals, strict=True):
-            self._codec.decode(payload, flat[start:stop], gauge=_part(gauge, start, stop))
-        if whole.shadow is not None and not is_finite(flat):
-            # nothing of this sum can be applied, as all members see: each has all to send that it had before
-            for state in (whole, owned):
-                if state.shadow is not None and state.residual is not None:
-                    state.shadow.copy_(state.residual)
+    def begin(
+        self,
+        flat: Tensor,
+        memory: Memory,
+        *,
+        key: int = 0,
+        gauge: Tensor | None = None,
+        stretches: Sequence[tuple[int, int]] = (),
+    ) -> Running:
+        """A sum that goes on in parts, one for each of these stretches of the vector, which together are all of it.
 
-    def _states(
-        self, flat: Tensor, memory: Memory, cut: list[tuple[int, int]], key: int, gauge: Tensor | None
-    ) -> tuple[State, State]:
-        """For the whole vector in the first phase, and for this member's chunk in the second."""
-        start, stop = cut[self._group.rank]
-        whole, owned = State(gauge=gauge), State(gauge=_part(gauge, start, stop))
-        whole.key, owned.key = key, mixed(key, _TOTALS, self._group.rank)
-        if self._feedback:
+        `flat` is read when its parts are sent, and written at the end.
+        """
+        return Running(self, flat, memory, key, gauge, stretches or [(0, flat.numel())])
+
+
+class Running:
+    """A sum under way. All members call the same methods in the same order: each stretch is sent, then turned."""
+
+    def __init__(
+        self,
+        summing: TwoPhaseSum,
+        flat: Tensor,
+        memory: Memory,
+        key: int,
+        gauge: Tensor | None,
+        stretches: Sequence[tuple[int, int]],
+    ) -> None:
+        self._group, self._codec, self._flat, self._key = summing.group, summing.codec, flat, key
+        block = getattr(summing.codec, "block", 8)
+        self._cuts = [
+            [(start + first, start + last) for first, last in chunks(stop - start, self._group.size, block)]
+            for start, stop in stretches
+        ]
+        mine = [cut[self._group.rank] for cut in self._cuts]
+        self._whole = State(gauge=gauge)
+        self._owned = [State(gauge=_part(gauge, *chunk)) for chunk in mine]
+        if summing.feedback:
             # first: where chunks have changed hands, what was owned becomes part of the private residual
-            owned.residual, owned.shadow = memory.owned(start, stop)
+            for state, pair in zip(self._owned, memory.owned(*mine), strict=True):
+                state.residual, state.shadow = pair
         else:
             memory.fold()
-        if self._feedback or memory.has():
-            whole.residual, whole.shadow = memory.private()
-        return whole, owned
+        if summing.feedback or memory.has():
+            self._whole.residual, self._whole.shadow = memory.private()
+        self._moving: dict[int, tuple[Tensor, Work]] = {}
+
+    def go(self) -> None:
+        """All of it: one stretch is turned while the next is on its way."""
+        for number in range(len(self._cuts)):
+            self.send(number)
+            if number:
+                self.turn(number - 1)
+        self.turn(len(self._cuts) - 1)
+        self.end()
 
     # -- the first phase -----------------------------------------------------------------------------------------------
 
-    def _parts_added(self, flat: Tensor, whole: State, cut: list[tuple[int, int]]) -> Tensor:
+    def send(self, number: int) -> None:
+        """Begin to send this member's numbers in a stretch to those who add them up."""
+        with self._labelled():
+            rank, cut = self._group.rank, self._cuts[number]
+            payloads = [
+                self._encoded(number, member) if member != rank else self._flat.new_empty(0, dtype=torch.uint8)
+                for member in range(self._group.size)
+            ]
+            self._moving[number] = self._group.start_swap(_rows(payloads, self._width(payloads, cut)), GRADIENT)
+
+    def _encoded(self, number: int, member: int) -> Tensor:
+        start, stop = self._cuts[number][member]
+        state = State(
+            _part(self._whole.residual, start, stop),
+            _part(self._whole.shadow, start, stop),
+            _part(self._whole.gauge, start, stop),
+            mixed(self._key, _PARTS, self._group.rank, member, number),
+        )
+        return self._codec.encode(self._flat[start:stop], state)
+
+    # -- the second phase ----------------------------------------------------------------------------------------------
+
+    def turn(self, number: int) -> None:
+        """Add up what came of a stretch, and begin to send the sum to all."""
+        with self._labelled():
+            cut, owned = self._cuts[number], self._owned[number]
+            owned.key = mixed(self._key, _TOTALS, self._group.rank, number)
+            payload = self._codec.encode(self._added(number), owned)
+            row = _rows([payload], self._width([payload], cut))[0]
+            self._moving[number] = self._group.start_gather(row, GRADIENT)
+
+    def _added(self, number: int) -> Tensor:
         """The sum of all members' numbers in this member's chunk, added in order of rank."""
+        received, work = self._moving.pop(number)
         rank = self._group.rank
-        start, stop = cut[rank]
-        payloads = [
-            self._encoded(flat, whole, cut, member) if member != rank else flat.new_empty(0, dtype=torch.uint8)
-            for member in range(self._group.size)
-        ]
-        received = self._group.swap(_rows(payloads, self._width(payloads, cut)), GRADIENT)
-        own, total = _own(flat, whole, start, stop), flat.new_zeros(stop - start)
+        start, stop = self._cuts[number][rank]
+        own, total = _own(self._flat, self._whole, start, stop), self._flat.new_zeros(stop - start)
+        work.wait()
         for member in range(self._group.size):
             if member == rank:
                 total.add_(own)
             else:
-                self._codec.decode(received[member], total, gauge=_part(whole.gauge, start, stop), add=True)
+                self._codec.decode(received[member], total, gauge=_part(self._whole.gauge, start, stop), add=True)
         return total
 
-    def _encoded(self, flat: Tensor, whole: State, cut: list[tuple[int, int]], member: int) -> Tensor:
-        start, stop = cut[member]
-        state = State(
-            _part(whole.residual, start, stop),
-            _part(whole.shadow, start, stop),
-            _part(whole.gauge, start, stop),
-            mixed(whole.key, _PARTS, self._group.rank, member),
-        )
-        return self._codec.encode(flat[start:stop], state)
-
-    # -- the second phase ----------------------------------------------------------------------------------------------
-
-    def _gathered(self, payload: Tensor, cut: list[tuple[int, int]]) -> Tensor:
-        """All members' payloads, one in each row."""
-        row = _rows([payload], self._width([payload], cut))[0]
-        return self._group.gather(row, GRADIENT)
+    def end(self) -> None:
+        """Have all sums in the vector."""
+        with self._labelled():
+            for number, (totals, work) in self._moving.items():
+                work.wait()
+                for (start, stop), payload in zip(self._cuts[number], totals, strict=True):
+                    gauge = _part(self._whole.gauge, start, stop)
+                    self._codec.decode(payload, self._flat[start:stop], gauge=gauge)
+        if self._whole.shadow is not None and not is_finite(self._flat):
+            # nothing of this sum can be applied, as all members see: each has all to send that it had before
+            for state in (self._whole, *self._owned):
+                if state.shadow is not None and state.residual is not None:
+                    state.shadow.copy_(state.residual)
 
     def _width(self, payloads: list[Tensor], cut: list[tuple[int, int]]) -> int:
         """The bytes of a row, equal on all members: as many as the longest payload has."""
@@ -120,6 +169,15 @@ class TwoPhaseSum:
                 f"a worker announced a payload of {width} bytes; it must be a multiple of 8 up to {most}"
             )
         return width
+
+    @contextmanager
+    def _labelled(self) -> Iterator[None]:
+        account = self._group.account
+        account.codec = self._codec.name
+        try:
+            yield
+        finally:
+            account.codec = "none"
 
 
 def _own(flat: Tensor, whole: State, start: int, stop: int) -> Tensor:
