@@ -123,7 +123,7 @@ class PowerSGD:
     """Codec: matrices as products of two thin ones of this rank; small tensors travel as they are."""
 
     name: ClassVar[str] = "powersgd"
-    rank: int = 16
+    rank: int = 32
     lossless: str = ""
 
     def __post_init__(self) -> None:
