@@ -343,7 +343,7 @@ class Breaking:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.group, name)
-        if name not in ("sum", "gather", "swap"):
+        if name not in ("sum", "gather", "swap", "start_swap", "start_gather"):
             return found
 
         def operation(*given: Any) -> Any:
@@ -352,6 +352,8 @@ class Breaking:
             if self.count == self.breaks_at:
                 if name == "sum":
                     result.wait()
+                elif name.startswith("start_"):
+                    result[1].wait()
                 raise GroupError("revoked on purpose")
             return result
 

@@ -54,8 +54,8 @@ class Exchange(Protocol):
     def open(self, atoms: int, vectors: int) -> None:
         """Begin a step of so many atoms, whose two vectors have so many elements together; gradients are cleared."""
 
-    def arm(self) -> None:
-        """The next backward is the last one on this worker."""
+    def arm(self, *, weighted: bool = False) -> None:
+        """The next backward is the last one on this worker. `weighted`: its loss has a weight of its own."""
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
         """All gradients of this atom are in `.grad`."""
@@ -128,7 +128,7 @@ class AloneExchange:
         for param in self._params:
             param.grad = None
 
-    def arm(self) -> None:
+    def arm(self, *, weighted: bool = False) -> None:
         return None
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
@@ -181,7 +181,7 @@ class BucketExchange:
         self._buckets.resize_tail(vectors)
         self._buckets.open()
 
-    def arm(self) -> None:
+    def arm(self, *, weighted: bool = False) -> None:
         self._buckets.arm()
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
@@ -235,7 +235,7 @@ class TreeExchange:
         for param in self._params:
             param.grad = None
 
-    def arm(self) -> None:
+    def arm(self, *, weighted: bool = False) -> None:
         return None
 
     def atom_done(self, atom: int, sums: Tensor) -> None:

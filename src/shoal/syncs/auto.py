@@ -217,8 +217,8 @@ class AutoExchange:
             elif isinstance(exchange, EncodedExchange):
                 exchange.stay()
 
-    def arm(self) -> None:
-        self._now.arm()
+    def arm(self, *, weighted: bool = False) -> None:
+        self._now.arm(weighted=weighted)
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
         return None

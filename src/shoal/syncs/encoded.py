@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,21 +22,43 @@ from shoal.comm.codecs.make import make_summing
 from shoal.comm.codecs.memory import RESIDUAL, Memory
 from shoal.comm.codecs.roots import RootCodec
 from shoal.comm.codecs.sparse import MOMENTUM, SparseSum
-from shoal.comm.codecs.twophase import TwoPhaseSum
+from shoal.comm.codecs.twophase import Running, TwoPhaseSum
 from shoal.comm.group import Group
 from shoal.comm.hierarchy import HierarchicalGroup
 from shoal.comm.measure import finished
 from shoal.comm.plan import Settled
+from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
 from shoal.core.spec import AnyCodec, Int8, OneBit, PowerSGD, TopK
 from shoal.core.traffic import GRADIENT, STATE
 from shoal.syncs.allreduce import Weighing
 from shoal.syncs.encoding import SQUARES, Encoding
+from shoal.syncs.leaving import WATCHED, Leaving, Params
 from shoal.syncs.momentum import add_decay, factors, left_to_workers
 from shoal.syncs.variance import Variance
 from shoal.syncs.worth import Worth
 
 _NONE = msgspec.msgpack.encode([])
+PARTS = 3
+"""At most, in which a vector leaves: more hide little more of what travels, and each has a cost."""
+LEAST_PART = 1 << 19
+"""Numbers of such a part."""
+
+
+class _Part(NamedTuple):
+    """Neighbouring large parameters, from number `first` on, and their stretch of the vector."""
+
+    params: Params
+    first: int
+    start: int
+    stop: int
+
+    def apart(self) -> Iterator[_Part]:
+        """Its parameters, each alone."""
+        start = self.start
+        for number, (name, param) in enumerate(self.params, self.first):
+            yield _Part([(name, param)], number, start, start + param.numel())
+            start += param.numel()
 
 
 class EncodedExchange:
@@ -77,6 +99,14 @@ class EncodedExchange:
         self._short: Tensor | None = None
         self._vectors = 0
         self._squares: Tensor | None = None
+        self._parts = self._cut()
+        self._leaving = Leaving([part.params for part in self._parts], self._leave)
+        self._running: Running | None = None
+        self._early = (0.0, 0.0)
+        """Seconds of encoding, and of waiting, while backward was going on."""
+        self._is_due: bool | None = None
+        self._unweighted = 0
+        """Steps in which no member had a loss with a weight of its own; -1 once one had."""
         encoding.memory.fold()
         share_common(group, encoding.memory)
         if self._outer is None:
@@ -98,13 +128,21 @@ class EncodedExchange:
 
     def open(self, atoms: int, vectors: int) -> None:
         self._worth.begin(self._flat)
-        self._vectors = vectors
+        self._vectors = vectors + 1
+        self._leaving.open()
+        self._running, self._early, self._is_due = None, (0.0, 0.0), None
         self._encoding.memory.open()
         for _, param in self._params:
             param.grad = None
 
-    def arm(self) -> None:
-        return None
+    def arm(self, *, weighted: bool = False) -> None:
+        if weighted and self._by_parts():
+            raise ConfigError(
+                f"codec {self._wanted.name}: the loss is (sum, weight) in this step and was a mean in those before; "
+                "return the same form throughout, or use another codec"
+            )
+        if self._divides() and self._unweighted >= 0:
+            self._leaving.arm()
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
         return None
@@ -116,17 +154,27 @@ class EncodedExchange:
         if self.on_bucket is not None:
             self.on_bucket()
         begun, waited = time.perf_counter(), self._group.account.exposed
+        self._leaving.stop()
+        by_parts = self._by_parts()
+        if by_parts:
+            for number in range(len(self._parts) - 1):  # those that have not left during backward
+                self._leave(number)
         short, small = self._laid_short()
-        _lay(self._encoding.large, self._views)
+        if not by_parts:
+            _lay(self._encoding.large, self._views)
         _lay(self._encoding.small, small)
         tail = short[short.numel() - self._vectors :]
-        torch.cat([sums, flags], out=tail)
+        torch.cat([sums, flags, sums.new_tensor([weighing is not None])], out=tail)
         work = self._group.sum(short)
         if weighing is not None:
             # what is kept from step to step must not depend on what a step weighs
             work.wait()
             self._weigh(weighing, float(tail[0]), small)
-        self._sum()
+        if by_parts:
+            self._leave(len(self._parts) - 1)
+            self._come()
+        else:
+            self._sum()
         work.wait()
         self._sum_squares()
         finished(self._flat.device)
@@ -134,8 +182,10 @@ class EncodedExchange:
             param.grad = view if param.dtype == view.dtype else view.to(param.dtype)
         waited = self._group.account.exposed - waited
         if self._codec() is self._wanted:
-            self._worth.end(time.perf_counter() - begun - waited, waited)
-        summed_sums, summed_flags = tail.clone().split([sums.numel(), flags.numel()])
+            encoding, early = self._early
+            self._worth.end(encoding + time.perf_counter() - begun - waited, early + waited)
+        summed_sums, summed_flags, weighted = tail.clone().split([sums.numel(), flags.numel(), 1])
+        self._unweighted = -1 if self._unweighted < 0 or bool(weighted) else self._unweighted + 1
         return summed_sums, summed_flags
 
     def _weigh(self, weighing: Weighing, weight: float, small: Sequence[Tensor]) -> None:
@@ -167,11 +217,83 @@ class EncodedExchange:
         else:
             self._sum_over(self._group)
 
+    # -- by parts, while backward goes on ------------------------------------------------------------------------------
+
+    def _cut(self) -> list[_Part]:
+        """What leaves together, in the order in which backward comes to it. One part where that would be of no use."""
+        large, whole = self._encoding.large, _Part(self._encoding.large, 0, 0, self._encoding.count)
+        alone = isinstance(self._group, HierarchicalGroup) or self._group.size == 1
+        if alone or not self._group.progresses or self._flat.device.type != "cpu":
+            return [whole]
+        count = min(PARTS, self._encoding.count // LEAST_PART)
+        if count < 2:
+            return [whole]
+        parts, first, start, at = [], 0, 0, 0
+        for number, (_, param) in enumerate(large):
+            at += param.numel()
+            if at - start >= self._encoding.count / count or number == len(large) - 1:
+                parts.append(_Part(large[first : number + 1], first, start, at))
+                first, start = number + 1, at
+        return parts[::-1]
+
+    def _by_parts(self) -> bool:
+        """Whether in this step. All members agree, also those that have no batch in it.
+
+        Not where losses have weights: what a step weighs is not known before its end, and has to be before anything is
+        encoded.
+        """
+        return self._divides() and self._unweighted >= WATCHED
+
+    def _divides(self) -> bool:
+        return len(self._parts) > 1 and isinstance(self._summing(self._group), TwoPhaseSum)
+
+    def _leave(self, number: int) -> None:
+        """Send a part, and what there is of the one before it, unless that has been done in this step."""
+        if number < self._leaving.left:
+            return
+        self._leaving.left = number + 1
+        begun, waited = time.perf_counter(), self._group.account.exposed
+        if self.on_bucket is not None:
+            self.on_bucket()
+        part = self._parts[number]
+        if self._running is None:
+            self._running = self._begin()
+        for each in part.apart():  # one by one, while it is in the processor's cache
+            _lay(each.params, self._views[each.first : each.first + 1])
+            self._take_into_account(self._group, each)
+        self._running.send(number)
+        if number:
+            self._running.turn(number - 1)
+        if self._leaving.armed:
+            waited = self._group.account.exposed - waited
+            encoding, early = self._early
+            self._early = encoding + time.perf_counter() - begun - waited, early + waited
+
+    def _begin(self) -> Running:
+        summing = self._summing(self._group)
+        assert isinstance(summing, TwoPhaseSum)
+        return summing.begin(
+            self._flat,
+            self._encoding.memory,
+            key=self._key(),
+            gauge=self._gauge(),
+            stretches=self._stretches(),
+        )
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in self._parts]
+
+    def _come(self) -> None:
+        """All parts have been sent: have their sums."""
+        assert self._running is not None
+        self._running.turn(len(self._parts) - 1)
+        self._running.end()
+        self._running = None
+
     def _sum_squares(self) -> None:
         """Where Adam's variance is to be renewed in this step: sum what all members have for it."""
-        variance, memory = self._variance, self._encoding.memory
-        self._squares = None
-        if variance is None or not variance.due():
+        memory, self._squares = self._encoding.memory, None
+        if not self._due():
             return
         squares = torch.zeros(memory.count, device=memory.device)
         if self._outer is not None:
@@ -179,7 +301,8 @@ class EncodedExchange:
 
         def cross(outer: Group) -> None:
             if outer.size > 1:
-                TwoPhaseSum(outer, RootCodec(), False).sum(squares, Memory(memory.count, memory.device))
+                scratch, stretches = Memory(memory.count, memory.device), self._stretches()
+                TwoPhaseSum(outer, RootCodec(), False).begin(squares, scratch, stretches=stretches).go()
 
         if isinstance(self._group, HierarchicalGroup):
             self._group.relay(squares, cross, GRADIENT)
@@ -196,29 +319,47 @@ class EncodedExchange:
             shadow.zero_()
 
     def _sum_over(self, outer: Group) -> None:
-        encoding, variance = self._encoding, self._variance
-        gauge = None
-        if variance is not None and variance.held:
-            # divided by numbers of its own, each element of a matrix, it would have more directions than before
-            gauge = None if isinstance(self._wanted, PowerSGD) else variance.gauge()
-            self._count_squares(variance)
-            variance.mix(self._views, outer.size)
-        else:
-            add_decay(encoding.optimizer, self._wanted, encoding.large, self._views, outer.size)
+        encoding = self._encoding
+        self._take_into_account(outer, _Part(encoding.large, 0, 0, encoding.count))
         if outer.size == 1 and not factors(encoding.optimizer, self._wanted)[0]:
             self._flush()
             return
-        key = derive(self._seed, "codec", encoding.steps)
-        self._summing(outer).sum(self._flat, encoding.memory, key=key, gauge=gauge)
+        self._summing(outer).sum(self._flat, encoding.memory, key=self._key(), gauge=self._gauge())
 
-    def _count_squares(self, variance: Variance) -> None:
+    def _key(self) -> int:
+        return derive(self._seed, "codec", self._encoding.steps)
+
+    def _gauge(self) -> Tensor | None:
+        variance = self._variance
+        if variance is None or not variance.held or isinstance(self._wanted, PowerSGD):
+            # a matrix whose elements are divided by numbers of their own would have more directions than before
+            return None
+        return variance.gauge()
+
+    def _take_into_account(self, outer: Group, part: _Part) -> None:
+        """Make of a part of this member's gradients what travels: with what its optimizer would do before it sums."""
+        variance, views = self._variance, self._views[part.first : part.first + len(part.params)]
+        if variance is not None and variance.held:
+            self._count_squares(variance, part)
+            variance.mix(views, outer.size, part.first)
+        else:
+            add_decay(self._encoding.optimizer, self._wanted, part.params, views, outer.size)
+
+    def _count_squares(self, variance: Variance, part: _Part) -> None:
         """Add this step's to those before it, unless these are used up in this step."""
-        before, now = self._encoding.memory.private(SQUARES)
-        torch.mul(self._flat, self._flat, out=now)
+        here = slice(part.start, part.stop)
+        before, now = (vector[here] for vector in self._encoding.memory.private(SQUARES))
+        torch.mul(self._flat[here], self._flat[here], out=now)
         if variance.scale != 1.0:
             now.mul_(variance.scale**2)
-        if not variance.due():
+        if not self._due():
             now.add_(before)
+
+    def _due(self) -> bool:
+        """Whether Adam's variance is to be renewed in this step."""
+        if self._is_due is None:  # each parameter is asked for its steps
+            self._is_due = self._variance is not None and self._variance.due()
+        return self._is_due
 
     def _summing(self, outer: Group) -> Summing:
         codec = self._codec()
@@ -287,6 +428,8 @@ class EncodedExchange:
         return None
 
     def close(self, *, with_group: bool = False) -> None:
+        self._leaving.close()
+        self._running = None
         if not with_group:
             self._group.release(self._flat)
             if self._short is not None:

@@ -163,19 +163,21 @@ class Variance:
 
     def _pace(self, change: float) -> None:
         """Renew more often what changes more."""
-        if change > STEADY:
+        if change > 2 * STEADY:
             self._interval = max(1, self._interval // 2)
-        elif change < STEADY / 2:
+        elif change < STEADY:
             self._interval = min(_MOST_INTERVAL, self._interval * 2)
 
     @torch.no_grad()
-    def mix(self, grads: Sequence[Tensor], members: int) -> None:
-        """Make of this member's gradients its part of the first moment, of which all have the last one."""
+    def mix(self, grads: Sequence[Tensor], members: int, first: int = 0) -> None:
+        """Make of this member's gradients its part of the first moment, of which all have the last one.
+
+        `grads` are those of the parameters from number `first` on.
+        """
         if not self._carries:
             return
-        groups = self._groups
-        for param, grad in zip(self._params, grads, strict=True):
-            beta, state = float(groups[id(param)]["betas"][0]), self._optimizer.state.get(param)
+        for param, grad in zip(self._params[first:], grads, strict=False):
+            beta, state = self._first_beta(param), self._optimizer.state.get(param)
             beta = _kept(beta, self._steps_of(param))
             grad.mul_(1 - beta)
             if state:
@@ -267,6 +269,12 @@ class Variance:
     def _groups(self) -> dict[int, dict[str, Any]]:
         """Of each parameter, by identity. Not kept: an optimizer that loads a state has new ones."""
         return {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
+
+    def _first_beta(self, param: nn.Parameter) -> float:
+        for group in self._optimizer.param_groups:
+            if len(self._optimizer.param_groups) == 1 or any(param is one for one in group["params"]):
+                return float(group["betas"][0])
+        raise AssertionError("a parameter that the optimizer does not have")
 
     def _steps(self) -> int:
         """Steps of the parameter that has had most: some may have had none so far."""

@@ -493,11 +493,11 @@ class Session:
         for param in self._untrained:
             param.grad = None
 
-    def arm(self) -> None:
-        """The next backward is this worker's last in the step."""
+    def arm(self, *, weighted: bool) -> None:
+        """The next backward is this worker's last in the step, of a loss that has a weight of its own or not."""
         if self._overlap:
             for trained in self._trained.values():
-                trained.exchange.arm()
+                trained.exchange.arm(weighted=weighted)
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
         for trained in self._trained.values():

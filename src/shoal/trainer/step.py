@@ -351,7 +351,7 @@ class Step:
             session.draws, session.watches = True, False
             self._loop.from_now_on(self.number + 1)
         if self._last:
-            session.arm()
+            session.arm(weighted=self._weighted)
         factor = float(self._count) if weight is None else 1.0
         scale = factor / self.samples
         if session.standing is not None:
