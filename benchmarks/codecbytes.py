@@ -40,7 +40,7 @@ from shoal.testing.lab import Lab
 from shoal.testing.lab.counters import read_counters
 
 PLAIN = "none"
-CODECS = (PLAIN, "fp16", "bf16", "int8", "onebit", "topk:density=0.01", "powersgd:rank=4")
+CODECS = (PLAIN, "fp16", "bf16", "int8", "onebit", "topk:density=0.01", "powersgd:rank=32")
 LIMITS = {"fp16": 0.52, "int8": 0.28, "onebit": 0.05, "topk:density=0.01": 0.05}
 """Times the bytes of `none`, with LIMITED workers."""
 LIMITED = 4

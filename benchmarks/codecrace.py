@@ -52,7 +52,7 @@ from shoal.core import spec
 from shoal.core.errors import ConfigError
 from shoal.testing.lab import Lab, why_no_lab
 
-CODECS = ("none", "fp16", "bf16", "int8", "powersgd:rank=4", "onebit", "topk:density=0.01")
+CODECS = ("none", "fp16", "bf16", "int8", "powersgd:rank=32", "onebit", "topk:density=0.01")
 HOOKS = ("hook-1", "hook-2", "hook-4")
 ARMS = (HAND, *HOOKS, *CODECS)
 WORKERS, BATCH = 4, 32

@@ -241,6 +241,12 @@ def _times_missed(found: Found, steps: int) -> Iterator[str]:
     hand, hook = seconds_to_loss(found, HAND, steps), best_hook(found, steps)
     codecs = [arm for arm in timed(found) if arm not in (HAND, NONE) and not HOOK.fullmatch(arm)]
     for than, name, least in ((hand, "the hand-written loop", TIMES_HAND), (hook, "the best hook", TIMES_HOOK)):
+        if (
+            than is hook
+            and not hook
+            and any(seconds_to_loss(found, arm, steps) for arm in filter(HOOK.fullmatch, timed(found)))
+        ):
+            continue  # none of them came so far
         found_ratios = {arm: values for arm in codecs if (values := times_faster(found, arm, than, steps))}
         if not found_ratios:
             yield f"time to the loss: there is no codec to compare with {name} yet"
