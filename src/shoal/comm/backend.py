@@ -39,6 +39,8 @@ class BackendWork:
         return complete
 
     def wait(self) -> None:
+        if self._work is None:
+            return
         account = self._group.account
         account.enter()
         try:

@@ -37,7 +37,7 @@ class Work(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
-        """Block until the result is in the buffer. Raises `GroupError` if a peer went away."""
+        """Block until the result is in the buffer. Raises `GroupError` if a peer went away. Twice is once."""
 
 
 class Group(Protocol):

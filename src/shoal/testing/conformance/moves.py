@@ -46,6 +46,7 @@ def moves_under_way_at_once(group: Group) -> None:
         works = [swap, gather, work, swap_again, gather_again]
         for at in order:
             works[at].wait()
+            works[at].wait()
         for found, some in ((first, rows[0]), (second, rows[1])):
             assert torch.equal(found, torch.stack([part[group.rank] for part in some])), order
         for found, some in ((third, parts[0]), (fourth, parts[1])):
