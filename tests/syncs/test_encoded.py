@@ -578,6 +578,46 @@ def test_adam_is_warmed_up_with_int8_and_held_alike_on_all_members(codec: AnyCod
     assert all(equal(weights) for weights in zip(*(weights for _, weights, _ in found), strict=True))
 
 
+def test_with_powersgd_gradients_travel_and_are_not_gauged() -> None:
+    """A gradient of rank two comes through; divided element by element it would be of more."""
+
+    class Ranked(SteadyMember):
+        def gradients(self, step: int) -> dict[str, Tensor]:
+            found = super().gradients(step)
+            found["first"] = drawn(7, 7, (48, 2)) @ drawn(7, 8, (2, 40))
+            return found
+
+    def member(group: FakeGroup) -> None:
+        one = Ranked(group, PowerSGD(rank=2), torch.optim.AdamW)
+        variance = one.encoding.variance
+        assert variance is not None
+        for step in range(70):
+            one.step(step)
+        assert variance.held and variance.fresh == 1.0
+        for step in range(70, 76):
+            found, wanted = one.step(step)["first"], 2 * one.gradients(step)["first"]
+            error = float((found - wanted).norm() / wanted.norm())
+            assert error < 0.05
+
+    run_members(2, member)
+
+
+def test_a_new_exchange_counts_squares_from_there_on_and_renews_sooner() -> None:
+    def member(group: FakeGroup) -> None:
+        one = SteadyMember(group, OneBit(block=64), torch.optim.AdamW)
+        variance = one.encoding.variance
+        assert variance is not None
+        for step in range(60):
+            one.step(step)
+        assert variance.held and one.encoding.memory.has(SQUARES)
+        interval = variance.state()["interval"]
+        one.meet(group)
+        assert not one.encoding.memory.has(SQUARES)
+        assert variance.state()["renewed"] == [60, 60] and variance.state()["interval"] == max(1, interval // 2)
+
+    run_members(2, member)
+
+
 def test_with_amsgrad_powersgd_leaves_the_variance_to_adam() -> None:
     param = nn.Parameter(torch.zeros(64, 32))
     optimizer = torch.optim.AdamW([param], amsgrad=True)

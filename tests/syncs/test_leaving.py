@@ -95,6 +95,16 @@ def test_one_that_arrives_again_after_it_was_sent_is_an_error() -> None:
         steps.step([0, 1, 1])
 
 
+def test_what_is_frozen_when_hooks_are_made_is_missing_and_nothing_is_left_behind() -> None:
+    steps = Steps()
+    steps.params[2].requires_grad_(False)
+    for _ in range(WATCHED):
+        assert steps.step([0, 1, 3, 4, 5]) == []
+    assert steps.step([0, 1, 3, 4, 5]) == [0]
+    steps.leaving.close()
+    assert not any(param._post_accumulate_grad_hooks for param in steps.params)
+
+
 def test_no_hook_is_left_behind() -> None:
     steps = Steps().watched()
     steps.leaving.close()

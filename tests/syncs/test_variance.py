@@ -545,6 +545,24 @@ def test_it_goes_on_bit_by_bit_from_its_state(after: int) -> None:
     assert torch.equal(bench.variance.gauge(), other.variance.gauge())
 
 
+def test_an_old_optimizer_is_held_after_one_look_more() -> None:
+    bench = Bench()
+    bench.plain()
+    for param in bench.params:
+        assert param.grad is not None
+        bench.state(param)["step"].fill_(8000)
+        bench.state(param)["exp_avg_sq"].copy_(param.grad.square())
+    assert bench.hold() < 60
+
+
+def test_the_state_of_other_parameters_is_not_taken() -> None:
+    bench, other = Bench(), Bench()
+    bench.hold()
+    state = bench.variance.state() | {"renewed": [1, 2, 3, 4, 5, 6, 7]}
+    other.variance.load(state)
+    assert not other.variance.held
+
+
 def test_no_state_is_no_change() -> None:
     bench = Bench()
     at = bench.hold()

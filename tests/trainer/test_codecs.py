@@ -248,6 +248,58 @@ def test_a_death_when_a_part_leaves_during_backward(
     assert found < 0.7
 
 
+class Thawing:
+    """A loss that thaws the first layer of its model after some steps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        if self.calls == 6:
+            model[0].requires_grad_(True)
+        return telling(model, batch)
+
+
+@pytest.mark.parametrize("codec", ["powersgd:rank=2", "onebit:block=64"])
+def test_who_joins_when_the_variance_is_held_and_a_layer_was_thawed(codec: str, tmp_path: Path) -> None:
+    """It has to take over which parameters are trained before it takes over what encoding them has kept."""
+
+    def frozen() -> nn.Module:
+        net = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        net[0].requires_grad_(False)
+        return net
+
+    seen: list[str] = []
+    trainer = shoal.Trainer(
+        frozen,
+        Thawing(),
+        lambda params: torch.optim.AdamW(params, lr=5e-3),
+        Marks(),
+        batch_size=BATCH,
+        workers=3,
+        min_workers=1,
+        steps=150,
+        codec=codec,
+        seed=2,
+        faults=FaultPlan().kill("worker-1", step=90, at="commit").ledger(tmp_path),
+        callbacks=[lambda event: seen.append(type(event).__name__)],
+    )
+    trainer.fit()
+    assert seen.count("Regrouped") == 2
+    problems = audit(tmp_path, Course(SAMPLES, BATCH), 150).problems
+    assert not problems, "\n".join(problems)
+
+
+def test_losses_with_weights_between_hosts(tmp_path: Path, plain: Tensor) -> None:
+    """What a step weighs is summed, and waited for, before anything is encoded."""
+
+    def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+        return 3.0 * (model(batch[0]) * batch[1]).sum(), 3.0 * len(batch[0])
+
+    assert_nothing_lost(one_layer("int8", tmp_path, loss=weighted, collective="gloo")[0], plain)
+
+
 def test_deterministic_runs_take_no_codec(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="deterministic=True sums gradients as they are"):
         one_layer("int8", tmp_path, deterministic=True)

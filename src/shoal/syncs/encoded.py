@@ -123,6 +123,7 @@ class EncodedExchange:
         encoding.memory.drop(SQUARES)
         if self._variance is not None:
             self._variance.begin_anew()
+            self._variance.hurry()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -136,12 +137,7 @@ class EncodedExchange:
             param.grad = None
 
     def arm(self, *, weighted: bool = False) -> None:
-        if weighted and self._by_parts():
-            raise ConfigError(
-                f"codec {self._wanted.name}: the loss is (sum, weight) in this step and was a mean in those before; "
-                "return the same form throughout, or use another codec"
-            )
-        if self._divides() and self._unweighted >= 0:
+        if self._divides() and self._unweighted >= 0 and not weighted:
             self._leaving.arm()
 
     def atom_done(self, atom: int, sums: Tensor) -> None:
@@ -156,6 +152,11 @@ class EncodedExchange:
         begun, waited = time.perf_counter(), self._group.account.exposed
         self._leaving.stop()
         by_parts = self._by_parts()
+        if by_parts and weighing is not None:
+            raise ConfigError(
+                f"codec {self._wanted.name}: the loss is (sum, weight) in this step and was a mean in those before; "
+                "return the same form throughout, or use another codec"
+            )
         if by_parts:
             for number in range(len(self._parts) - 1):  # those that have not left during backward
                 self._leave(number)
@@ -417,6 +418,7 @@ class EncodedExchange:
         return repr(
             (
                 self._wanted,
+                None if self._variance is None else self._variance.pace,
                 [(name, tuple(param.shape), str(param.dtype)) for name, param in self._params],
             )
         ).encode()

@@ -43,11 +43,10 @@ class Leaving:
         self._missing = [len(part) for part in self._parts]
         self._seen.clear()
         if not self._hooks:
-            self._hooks = [
-                param.register_post_accumulate_grad_hook(self._hook(number, name))
-                for number, part in enumerate(self._parts)
-                for name, param in part
-            ]
+            for number, part in enumerate(self._parts):
+                for name, param in part:
+                    if param.requires_grad:  # one that does not is missing, and its part waits for the end
+                        self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(number, name)))
 
     def stop(self) -> None:
         """The backward is over."""

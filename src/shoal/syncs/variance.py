@@ -27,6 +27,8 @@ FIRST_CHECK = 40
 """The step of the optimizer at which its mean is looked at first."""
 GROWTH = 1.25
 """From one look to the next."""
+_MOST_BETWEEN = 50
+"""Steps from one look to the next: an optimizer may be old when it is looked at first."""
 STEADY = 0.1
 """Relative change of what the optimizer divides by, from one look to the next, below which it counts as steady."""
 _FLOOR = 0.04
@@ -128,6 +130,16 @@ class Variance:
         self._gauge = None
         if self.held:
             self._renewed = [self._steps_of(param) for param in self._params]
+
+    def hurry(self) -> None:
+        """Members have met anew: where they do so more often than it is renewed it would never be."""
+        if self.held:
+            self._interval = max(1, self._interval // 2)
+
+    @property
+    def pace(self) -> tuple[int, int]:
+        """What decides when it is renewed, which all members have to do together."""
+        return self.held_at, self._interval
 
     @torch.no_grad()
     def renew(self, squares: Tensor, members: int) -> None:
@@ -260,7 +272,7 @@ class Variance:
         if self._seen is not None and _change(self._seen, now) < STEADY:
             self._hold(step)
         else:
-            self._seen, self._look_at = now, max(step + 1, int(step * GROWTH))
+            self._seen, self._look_at = now, max(step + 1, min(int(step * GROWTH), step + _MOST_BETWEEN))
         return self.held
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -330,11 +342,13 @@ class Variance:
         }
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
+        if state is not None and len(state["renewed"]) in (0, len(self._params)):
             self.held_at, self._renewed = int(state["held_at"]), [int(step) for step in state["renewed"]]
             self._live = [bool(live) for live in state["live"]]
             self._interval, self._look_at = int(state["interval"]), int(state["look_at"])
             self._seen, self.scale, self._gauge = state["seen"], float(state["scale"]), None
+            if self._seen is not None and self._seen.numel() != sum(param.numel() for param in self._params):
+                self._seen = None  # it is of other parameters
 
 
 def can_be_held(optimizer: torch.optim.Optimizer) -> bool:

@@ -46,7 +46,7 @@ from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
-from shoal.trainer.trained import Trained, make_trained
+from shoal.trainer.trained import Trained, make_trained, take_up
 from shoal.trainer.usage import Times
 
 if TYPE_CHECKING:
@@ -420,13 +420,16 @@ class Session:
         """Take over the state of another member."""
         self.before_change()
         told = trees["session"]
-        for encoding, common in zip(self._encodings(), trees["codec"], strict=True):
-            if told["step"] == self.step + 1:
+        if told["step"] == self.step + 1:
+            for encoding in self._encodings():
                 # the others could apply the step only with all that this worker had to give to it
                 encoding.memory.commit()
                 self.private.stands()
-            encoding.adopt(common)
         self._replica.load(trees, told["passing"], told["trains"])
+        for trained in self._trained.values():
+            take_up(trained, self.codec)  # they may have other parameters that require gradients
+        for encoding, common in zip(self._encodings(), trees["codec"], strict=True):
+            encoding.adopt(common)
         self._best_step = told["best"]
         self._loop = told["loop"]
         self.step = told["step"]

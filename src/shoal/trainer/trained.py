@@ -60,20 +60,35 @@ def make_trained(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times in one update; use another optimizer")
     everything = [param for group in optimizer.param_groups for param in group["params"]]
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
-    if len(names) != len(everything):
-        names = [f"parameter {number}" for number in range(len(everything))]
     mask = [param.requires_grad for param in everything]
-    params = [(name, param) for name, param, on in zip(names, everything, mask, strict=True) if on]
+    params = _trainable(optimizer)
     if not params:
         raise ConfigError("the optimizer has no parameter that requires a gradient; set requires_grad=True on some")
     encoding = _encoding(optimizer, codec, params, former)
     exchange = make_exchange(group, params, by_atom=by_atom, knowledge=knowledge, encoding=encoding, seed=seed)
     if len(set(group.gather_bytes(exchange.digest()))) > 1:
-        raise ConfigError("the workers' models differ in their parameters; build the same model on every worker")
+        raise ConfigError(
+            "the workers' models differ in their parameters, or in how far their codec is; build the same model on "
+            "every worker"
+        )
     if former is not None:
         former.exchange.close()
     return Trained(optimizer, exchange, params, everything, mask, knowledge, encoding)
+
+
+def take_up(trained: Trained, codec: AnyCodec) -> None:
+    """Have an encoding of the parameters that require gradients now: a member whose state was taken over has those."""
+    if trained.encoding is not None and trained.outdated():
+        trained.encoding = _encoding(trained.optimizer, codec, _trainable(trained.optimizer), trained)
+
+
+def _trainable(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Those that require gradients, by name."""
+    everything = [param for group in optimizer.param_groups for param in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+    if len(names) != len(everything):
+        names = [f"parameter {number}" for number in range(len(everything))]
+    return [(name, param) for name, param in zip(names, everything, strict=True) if param.requires_grad]
 
 
 def _encoding(
