@@ -40,6 +40,7 @@ class BackendWork:
 
     def wait(self) -> None:
         if self._work is None:
+            self._group.refuse_broken()
             return
         account = self._group.account
         account.enter()
@@ -84,7 +85,7 @@ class BackendGroup:
         self._under_way: deque[Any] = deque()
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        self._refuse_broken()
+        self.refuse_broken()
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
@@ -177,7 +178,7 @@ class BackendGroup:
 
     def guarded(self, what: str, call: Callable[[], Any]) -> Any:
         """What `call` returns. If it breaks, so does the group: its sockets close, and peers that wait notice."""
-        self._refuse_broken()
+        self.refuse_broken()
         if not self._broken:
             try:
                 return guarded(what, call)
@@ -198,7 +199,8 @@ class BackendGroup:
             self._control = self._device = None
             self._under_way = deque()
 
-    def _refuse_broken(self) -> None:
+    def refuse_broken(self) -> None:
+        """Raises `GroupError` if the group is broken."""
         if self._revoked:
             self.give_up(self._revoked)
         if self._broken:
