@@ -171,9 +171,9 @@ class Variance:
             _raise_to_floor(held)
             self._live[number] = self._steps_of(param) < FIRST_CHECK
         self._gauge = None
-        self._pace(_change(before, self.gauge()))
+        self._adapt(_change(before, self.gauge()))
 
-    def _pace(self, change: float) -> None:
+    def _adapt(self, change: float) -> None:
         """Renew more often what changes more."""
         if change > 2 * STEADY:
             self._interval = max(1, self._interval // 2)
