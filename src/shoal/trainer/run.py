@@ -8,7 +8,6 @@ from shoal.core.errors import ConfigError
 from shoal.core.spec import Local
 from shoal.engines.places import read_lab
 from shoal.trainer.channel import StopSignals
-from shoal.trainer.elastic import run_elastic
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.spmd import run_here
 from shoal.trainer.start import Body, Start, is_spmd
@@ -39,5 +38,8 @@ def run(
         return run_here(body, start, workers, watch, signals)
     hosts = read_lab(engine.lab) if engine.lab else ()
     if elasticity is not None:
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.elastic import run_elastic
+
         return run_elastic(body, start, elasticity, watch, signals, hosts)
     return run_forked(body, start, workers, watch, signals, hosts)

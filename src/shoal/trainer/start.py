@@ -19,16 +19,15 @@ from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import AnyCodec, Local, NoCodec
 from shoal.elastic.board import Place
-from shoal.elastic.control import Control
 from shoal.engines.world import World
 from shoal.trainer.channel import Channel
-from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.saving import Saving
 from shoal.trainer.session import Session
-from shoal.trainer.standing import Standing
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints, Loaded
+    from shoal.elastic.control import Control
+    from shoal.trainer.elastic_channel import ElasticChannel
 
 Body = Callable[[Session], Any]
 
@@ -100,6 +99,8 @@ class Start:
         faults: Any | None = None,
     ) -> Session:
         """The session of a worker whose run may change its members. It meets them when its loop begins."""
+        from shoal.trainer.standing import Standing
+
         device = torch.device("cpu")
 
         def make_group(store: Any, rank: int, size: int) -> Group:
