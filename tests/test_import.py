@@ -13,7 +13,7 @@ import pytest
 import shoal
 from shoal.core import errors
 
-ROUNDS = 5
+ROUNDS = 3
 
 # CPU time: imports compute, and on a busy machine the clock on the wall measures the neighbours.
 MEASURE = """
