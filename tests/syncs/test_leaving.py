@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,6 +206,29 @@ def test_what_left_early_and_what_is_kept_are_all_there_was(codec: AnyCodec) -> 
     found = run_members(3, member)
     given, kept = (sum((one[place] for one in found), torch.zeros(found[0][0].shape)) for place in (0, 2))
     torch.testing.assert_close(found[0][1] + kept, given, rtol=1e-4, atol=1e-4)
+
+
+def test_encoding_during_backward_is_part_of_what_a_codec_costs() -> None:
+    pause = 0.02
+
+    def member(group: FakeGroup) -> tuple[int, list[float]]:
+        one, costs = Member(group, Int8()), []
+        left = 0
+
+        def encode_for_long() -> None:
+            nonlocal left
+            if one.backwards:
+                left += 1
+                time.sleep(pause)  # stands for encoding
+
+        one.exchange.on_bucket = encode_for_long
+        one.exchange._worth.end = lambda encoding, waiting: costs.append(encoding)  # type: ignore[method-assign]
+        for step in range(5):
+            one.step(step)
+        return left, costs
+
+    for left, costs in run_members(2, member):
+        assert left > 2 and sum(costs) >= left * pause
 
 
 def test_where_steps_weigh_nothing_leaves_early() -> None:

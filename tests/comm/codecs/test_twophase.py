@@ -255,6 +255,24 @@ def test_stretches_are_one_sum(name: str, bad: int | None) -> None:
     torch.testing.assert_close(total(found[0][0]) + total([kept for _, _, kept in found]), given, rtol=0, atol=1e-5)
 
 
+def test_no_two_payloads_have_the_same_random_numbers() -> None:
+    class Keyed(Int8Codec):
+        def encode(self, tensor: Tensor, state: State) -> Tensor:
+            keys.append(state.key)
+            return super().encode(tensor, state)
+
+    keys: list[int] = []
+
+    def member(group: Group) -> None:
+        memory = Memory(300, CPU)
+        memory.open()
+        summing = TwoPhaseSum(group, Keyed(64, "stochastic"), True)
+        summing.begin(numbers(300), memory, key=7, stretches=[(200, 300), (64, 200), (0, 64)]).go()
+
+    run_members(3, member)
+    assert len(keys) == 3 * 3 * 3 and len(set(keys)) == len(keys)
+
+
 # ---- what is sent
 
 
