@@ -65,7 +65,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python tests/at_once.py -q --durations=10
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --faults 300
