@@ -105,7 +105,8 @@ def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY)
+    # fused: the same numbers, to rounding, in one pass over the parameters; four workers share two cores here
+    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
 
 
 def schedule(optimizer: torch.optim.Optimizer, total_steps: int = 0) -> torch.optim.lr_scheduler.LRScheduler:

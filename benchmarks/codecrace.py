@@ -8,8 +8,8 @@ examples
   python benchmarks/codecrace.py time --hosts 8 --arms none int8 onebit
 
 A character GPT of 4.8 million parameters (6 layers of width 256, context 64) on Shakespeare, global batch 32, AdamW
-with a warm-up of 50 steps and a constant rate afterwards. All arms have the same initial weights, batches, rates and
-evaluations (every 25 steps, 256 windows of text that is not trained on).
+(in all arms torch's fused kernel) with a warm-up of 50 steps and a constant rate afterwards. All arms have the same
+initial weights, batches, rates and evaluations (every 25 steps, 256 windows of text that is not trained on).
 
   hand                 a hand-written loop with DDP over gloo
   hook-1, -2, -4       the same with torch's PowerSGD hook at this rank, from the eleventh step on, in one bucket
