@@ -63,6 +63,7 @@ shoal.Trainer(
     seed=given.seed,
     data_workers=0,
     run_dir=given.folder,
+    checkpoint_every=1 << 30,  # by default every five minutes, with a plain sum of residuals: no part of a step
     engine="local" if given.lab is None else f"local:lab={given.lab}",
     callbacks=[note],
 ).fit()
