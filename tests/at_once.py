@@ -2,9 +2,9 @@
 
     python tests/at_once.py [options of pytest]
 
-What the first one prints is seen at once, what the second prints when it is done. The exit code is the first that is
-not 0. Which process runs a test changes nothing else: each has its own home for runs, and looks for what its own tests
-leave behind.
+What the first one prints is seen at once, what the second prints when it is done. The exit code is that of one which
+failed, or 0. Which process runs a test changes nothing else: each has its own home for runs, and looks for what its own
+tests leave behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
             code = subprocess.run([*command, *map(str, first)], check=False).returncode
             if other.poll() is None:
                 print("Waiting for the other half", flush=True)
-            code = code or other.wait()
+            code = other.wait() or code
         finally:
             if other.poll() is None:
                 other.terminate()

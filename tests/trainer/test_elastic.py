@@ -551,14 +551,22 @@ def test_where_membership_is_fixed_a_long_wait_is_told(tmp_path: Path) -> None:
     def stop_one(event: AnyEvent) -> None:
         if isinstance(event, shoal.StepDone) and event.step >= 8 and not stopped and told.pids(1):
             stopped.extend(told.pids(1))
-            os.kill(stopped[0], signal.SIGSTOP)
+            (tmp_path / str(stopped[0])).touch()
         if isinstance(event, shoal.Notice) and "has waited" in event.text:
             os.kill(stopped[0], signal.SIGCONT)
+
+    def loss_that_may_stop(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(0.15)
+        asked = tmp_path / str(os.getpid())
+        if asked.exists():
+            asked.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)  # not in an exchange, where it would be one that waits itself
+        return loss(model, batch)
 
     told = Seen()
     trainer = shoal.Trainer(
         plain,
-        lambda model, batch: (time.sleep(0.15), loss(model, batch))[1],
+        loss_that_may_stop,
         lambda params: torch.optim.SGD(params, lr=0.1),
         Points(),
         batch_size=BATCH,
