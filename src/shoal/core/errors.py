@@ -13,6 +13,7 @@
     ├── LabUnavailable                  this machine cannot hold lab hosts: not root, a tool or a kernel part is missing
     ├── GroupError                      a peer went away in the middle of a collective operation
     ├── PayloadError                    encoded gradients came damaged, or of another kind than expected
+    ├── AuditError                      a server's books do not add up: gradients are missing, or counted twice
     └── WorkerError                     a worker failed: its own traceback is printed last
         └── NotFiniteError              the loss is NaN or infinite
     Stopped (SystemExit)                not an error: the run was asked to stop, and a checkpoint is on disk
@@ -103,6 +104,11 @@ class GroupError(ShoalError):
 
 class PayloadError(ShoalError):
     """Encoded numbers came damaged, or were not what was expected. Nothing was made of them."""
+
+
+class AuditError(ShoalError):
+    """A server's books do not add up: a step would have been applied without some of its samples, or with some twice.
+    Never the user's fault; the run ends rather than train on something else than was asked for."""
 
 
 class WorkerError(ShoalError):

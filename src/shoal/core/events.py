@@ -76,6 +76,38 @@ class WorkerSeen(Event, frozen=True, tag=True, kw_only=True):
         return self.traffic.bytes
 
 
+class ServerFacts(msgspec.Struct, frozen=True):
+    """What one server has done since its process started."""
+
+    number: int
+    shards: int
+    """That it holds."""
+    bytes: int
+    """Of the weights in these."""
+    mirrored: int = 0
+    """Shards of others that it has a copy of."""
+    pushes: int = 0
+    repeated: int = 0
+    """Pushes of what had come before, which did not count again."""
+    received: int = 0
+    sent: int = 0
+    """Bytes over the network; what is on the same host goes through shared memory."""
+    seconds: float = 0.0
+    """Spent applying steps."""
+    pid: int = 0
+    host: str = ""
+
+
+class ServersSeen(Event, frozen=True, tag=True, kw_only=True):
+    """What the servers of a run with `sync="server"` have done since it started or resumed. Told now and then."""
+
+    servers: list[ServerFacts]
+    staleness: list[int] = []
+    """How many pushes were computed with weights that lacked 0, 1, 2, … steps; the last place counts all beyond."""
+    replaced: int = 0
+    """Servers that took the place of one that had died."""
+
+
 class ExchangeSettled(Event, frozen=True, tag=True, kw_only=True):
     """How the workers sum their gradients, measured in the first steps and agreed by all of them.
 
@@ -159,6 +191,7 @@ AnyEvent = (
     | RunStarted
     | StepDone
     | WorkerSeen
+    | ServersSeen
     | ExchangeSettled
     | EpochDone
     | EvalDone
@@ -177,9 +210,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True):
-    """A callback's decision: so many workers from now on, between the run's `min_workers` and `max_workers`."""
+    """A callback's decision: so many workers from now on, between the run's `min_workers` and `max_workers`; or so many
+    servers, where parameters are on servers; or both."""
 
-    workers: int
+    workers: int | None = None
+    servers: int | None = None
 
 
 Callback = Callable[[AnyEvent], Stop | Scale | None]

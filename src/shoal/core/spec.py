@@ -27,6 +27,55 @@ class AllReduce:
     name: ClassVar[str] = "allreduce"
 
 
+@dataclass(frozen=True)
+class Server:
+    """Sync: server processes hold the parameters and apply the optimizer; workers push gradients and pull weights.
+
+    `mode`: bsp computes every step with the weights of the step before, as allreduce does; ssp lets workers be up to
+    `staleness` steps ahead of what is applied; async sets no bound. `apply`: a step is applied when all its samples
+    have arrived, or (arrival) each push on its own, with its share of the learning rate. `durability`: what a server's
+    death may cost: none keeps no copy, peer one on another server, disk a journal. `damp`: gradients computed with
+    weights that are k steps old count 1/(1+k), as far as the mode allows such.
+    """
+
+    name: ClassVar[str] = "server"
+    mode: str = "bsp"
+    staleness: int = 4
+    servers: int = 2
+    apply: str = "step"
+    durability: str = "peer"
+    damp: bool = False
+
+    def __post_init__(self) -> None:
+        for key, given, known in (
+            ("mode", self.mode, ("bsp", "ssp", "async")),
+            ("apply", self.apply, ("step", "arrival")),
+            ("durability", self.durability, ("none", "peer", "disk")),
+        ):
+            if given not in known:
+                raise ConfigError(
+                    f"sync: server's {key}={given!r} is not known{_nearest(str(given), dict.fromkeys(known))}; use "
+                    f"{', '.join(known)}"
+                )
+        if not 1 <= self.servers <= MOST_SERVERS:
+            raise ConfigError(f"sync: servers={self.servers}; a run has 1 to {MOST_SERVERS} servers")
+        if self.staleness < 0:
+            raise ConfigError(
+                f"sync: staleness={self.staleness} would mean weights of the future; use 0 (as bsp) or more"
+            )
+        if self.damp and self.mode == "bsp":
+            raise ConfigError(
+                "sync: damp=true scales stale gradients, and with mode=bsp there are none; use ssp or async"
+            )
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a worker may be ahead of what is applied; None without bound."""
+        return {"bsp": 0, "ssp": self.staleness, "async": None}[self.mode]
+
+
+MOST_SERVERS = 64
+
 LOSSLESS = ("", "auto", "zstd", "lz4")
 """What may compress payloads further, without loss; `auto` takes what is installed. Used only where it pays."""
 
@@ -184,7 +233,7 @@ AnyCodec = NoCodec | Fp16 | Bf16 | Int8 | TopK | PowerSGD | OneBit | AutoCodec
 
 KINDS: dict[str, tuple[type[Any], ...]] = {
     "layout": (Single,),
-    "sync": (AllReduce,),
+    "sync": (AllReduce, Server),
     "codec": (NoCodec, Fp16, Bf16, Int8, TopK, PowerSGD, OneBit, AutoCodec),
     "precision": (Fp32,),
     "engine": (Local,),

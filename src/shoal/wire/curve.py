@@ -2,6 +2,9 @@
 
 ZeroMQ with CURVE. The client knows the server's public key beforehand, and the server lets in one client key: that of
 the run. Who has neither gets the greeting of the protocol, which is the same everywhere, and nothing else.
+
+`Server` and `Client` exchange small messages. What they are made of, `ServerSide` and `ClientSide`, has keys, gate,
+connections and waiting, and leaves the form of a message to whoever builds on it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import errno
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import zmq
@@ -20,7 +23,7 @@ from shoal.core.errors import ConfigError, ShoalError
 from shoal.wire.gate import Gate, Listener, guest_address, is_loopback
 from shoal.wire.runkeys import Keys, check_keys, read_client_keys
 
-__all__ = ["Client", "Keys", "Server", "read_client_keys"]
+__all__ = ["Client", "ClientSide", "Endpoint", "Keys", "Server", "ServerSide", "has_message", "read_client_keys"]
 
 MOST_QUEUED = 1000
 """Messages that wait for one peer; more are dropped."""
@@ -35,10 +38,10 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"shoal"
 
 
-class _Endpoint:
+class Endpoint:
     """What server and client have in common: a context of their own, a socket, the process that they belong to."""
 
-    def __init__(self, kind: int, limit: int) -> None:
+    def __init__(self, kind: int, limit: int, options: Mapping[int, int] | None = None) -> None:
         if not 1 <= limit < 1 << 31:
             raise ConfigError(f"limit={limit} bytes for one message; it must be between 1 and 2147483647")
         self._limit = limit
@@ -47,7 +50,7 @@ class _Endpoint:
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        for option, value in _options(limit).items():
+        for option, value in {**_options(limit), **(options or {})}.items():
             self._socket.setsockopt(option, value)
 
     def _mine(self) -> None:
@@ -130,7 +133,8 @@ class _Endpoint:
         self.close()
 
 
-def _has_message(socket: zmq.Socket[bytes]) -> bool:
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether receiving from it would find one; also has ZeroMQ look again, as its descriptor demands."""
     return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
@@ -163,22 +167,31 @@ def _options(limit: int) -> dict[int, int]:
     }
 
 
-class Server(_Endpoint):
-    """Hears all clients of a run. Belongs to one thread of the process that made it.
+class ServerSide(Endpoint):
+    """Listens, and lets in clients of the run. What they say is read by those who build on this, from `_socket`.
 
-    Strangers are attended to inside `receive` and `wait`: without a call for seconds, nobody new comes in.
+    Strangers are attended to in `_attend`: without a call of it for seconds, nobody new comes in.
     """
 
     def __init__(
-        self, keys: Keys, address: str, *, port: int = 0, limit: int, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Keys,
+        address: str,
+        *,
+        port: int = 0,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        options: Mapping[int, int] | None = None,
     ) -> None:
-        """Listen at an address of this machine; port 0 takes a free one. `limit` is of the bytes of one message.
+        """Listen at an address of this machine; port 0 takes a free one. `limit` is of the bytes of one frame.
+
+        `options` are of the ZeroMQ socket, instead of the usual ones.
 
         Raises ConfigError if that cannot be, or the keys lack the server's part.
         """
         check_keys(keys.server_public, keys.server_secret, keys.client_public)
         guests = guest_address(keys.server_public, keys.client_public) if is_loopback(address) else None
-        super().__init__(zmq.ROUTER, limit)
+        super().__init__(zmq.ROUTER, limit, options)
         try:
             self._listener = Listener(address, port, guests=guests)
         except ConfigError:
@@ -206,25 +219,6 @@ class Server(_Endpoint):
         for own in self._own_sockets():
             self._polled.register(_descriptor(own), select.EPOLLIN)
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """The next message: who sent it, as `send` takes it, and its bytes. None, if there is none; never waits."""
-        self._mine()
-        self._attend()
-        message = self._take(parts=2)
-        return None if message is None else (message[0], message[1])
-
-    def send(self, peer: bytes, payload: bytes) -> None:
-        """Send to whom `receive` named. Never waits: if that one is gone, or does not read, the message is dropped.
-
-        Raises ShoalError if it is larger than the limit.
-        """
-        self._may_send(payload)
-        try:
-            self._socket.send_multipart([peer, payload], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, errno.EHOSTUNREACH):
-                raise
-
     def fileno(self) -> int:
         return -1 if self._closed else self._polled.fileno()
 
@@ -232,9 +226,9 @@ class Server(_Endpoint):
         return [self._socket, self._asked, self._arrivals]
 
     def _attend(self) -> float | None:
-        while _has_message(self._arrivals):
+        while has_message(self._arrivals):
             self._count(self._arrivals.recv_multipart(zmq.DONTWAIT))
-        while _has_message(self._asked):
+        while has_message(self._asked):
             self._answer(self._asked.recv_multipart(zmq.DONTWAIT))
         look_again = self._gate.look(self._clock())
         self._listener.let_in(self._gate.is_open)
@@ -255,20 +249,46 @@ class Server(_Endpoint):
 
     def _release(self) -> None:
         self._listener.let_in(False)
-        while _has_message(self._arrivals):  # ZeroMQ's thread must not wait for room here while we wait for it
+        while has_message(self._arrivals):  # ZeroMQ's thread must not wait for room here while we wait for it
             self._arrivals.recv_multipart(zmq.DONTWAIT)
         self._socket.disable_monitor()
         self._listener.close()
         self._polled.close()
 
 
-class Client(_Endpoint):
-    """Speaks with a server, and finds it again when it was away. Belongs to one thread of the process that made it."""
+class Server(ServerSide):
+    """Hears all clients of a run. Belongs to one thread of the process that made it.
 
-    def __init__(self, endpoint: str, keys: Keys, *, limit: int) -> None:
+    Strangers are attended to inside `receive` and `wait`: without a call for seconds, nobody new comes in.
+    """
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next message: who sent it, as `send` takes it, and its bytes. None, if there is none; never waits."""
+        self._mine()
+        self._attend()
+        message = self._take(parts=2)
+        return None if message is None else (message[0], message[1])
+
+    def send(self, peer: bytes, payload: bytes) -> None:
+        """Send to whom `receive` named. Never waits: if that one is gone, or does not read, the message is dropped.
+
+        Raises ShoalError if it is larger than the limit.
+        """
+        self._may_send(payload)
+        try:
+            self._socket.send_multipart([peer, payload], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, errno.EHOSTUNREACH):
+                raise
+
+
+class ClientSide(Endpoint):
+    """Connects to a server, and finds it again when it was away. Those who build on this speak through `_socket`."""
+
+    def __init__(self, endpoint: str, keys: Keys, *, limit: int, options: Mapping[int, int] | None = None) -> None:
         """Returns at once, whether the server is there or not. Raises ConfigError if `endpoint` is not an address."""
         check_keys(keys.server_public, keys.client_public, keys.client_secret)
-        super().__init__(zmq.DEALER, limit)
+        super().__init__(zmq.DEALER, limit, options)
         socket = self._socket
         socket.curve_serverkey = keys.server_public
         socket.curve_publickey = keys.client_public
@@ -305,6 +325,13 @@ class Client(_Endpoint):
             self._socket.disconnect(self._endpoint)
         self._endpoint = target
 
+    def fileno(self) -> int:
+        return -1 if self._closed else _descriptor(self._socket)
+
+
+class Client(ClientSide):
+    """Speaks with a server, and finds it again when it was away. Belongs to one thread of the process that made it."""
+
     def send(self, payload: bytes) -> bool:
         """Send, or keep until the server is there; never waits. False: too many wait already, and it is dropped.
 
@@ -324,6 +351,3 @@ class Client(_Endpoint):
         if message is None and timeout > 0 and self.wait(timeout):
             message = self._take(parts=1)
         return None if message is None else message[0]
-
-    def fileno(self) -> int:
-        return -1 if self._closed else _descriptor(self._socket)

@@ -1,0 +1,66 @@
+"""How fast a worker is, and how work is dealt so that all end together: pure arithmetic for `leases`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+FAR = 2.0
+"""A measurement this many times above or below what was expected is believed only if the next one says the same."""
+
+
+@dataclass(slots=True)
+class Estimate:
+    """A running mean (half of it is the newest measurement) that one odd measurement does not move.
+
+    Two odd ones in a row, on the same side, replace it. The first measurement has no such protection from the second:
+    it contains what a process does only once.
+    """
+
+    value: float | None = None
+    count: int = 0
+    odd: float | None = None
+
+    def add(self, measured: float) -> None:
+        self.count += 1
+        value, odd, self.odd = self.value, self.odd, None
+        if value is None:
+            self.value = measured
+        elif value / FAR <= measured <= value * FAR:
+            self.value = (value + measured) / 2
+        elif self.count == 2:
+            self.value = measured
+        elif odd is not None and (odd > value) == (measured > value):
+            self.value = (odd + measured) / 2
+        else:
+            self.odd = measured
+
+
+def level(amount: float, hands: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
+    """Deal `amount` to hands of (start, speed) so that all end at the same time: that time, and each one's part.
+
+    A hand that starts later than that gets nothing. A start may be infinite, if not all are.
+    """
+    begun = 0.0
+    """The sum of start × speed over those that take part."""
+    speeds = 0.0
+    end = inf
+    for start, speed in sorted(hands):
+        if start >= end:
+            break
+        begun += start * speed
+        speeds += speed
+        end = (amount + begun) / speeds
+    return end, [max(0.0, end - start) * speed for start, speed in hands]
+
+
+def nearest(part: float, amount: int, hands: Sequence[tuple[float, float]]) -> int:
+    """The first hand's part in whole things: up or down, whichever has the last of all hands end earlier."""
+
+    def end(size: int) -> float:
+        start, speed = hands[0]
+        return max(start + size / speed if size else start, level(amount - size, hands[1:])[0])
+
+    close, other = sorted((int(part), min(amount, int(part) + 1)), key=lambda size: abs(size - part))
+    return other if end(other) < end(close) - 1e-9 else close

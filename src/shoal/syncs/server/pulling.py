@@ -1,0 +1,86 @@
+"""Weights on their way into a worker's parameters: from shared memory, or from frames."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import PayloadError
+
+if TYPE_CHECKING:
+    from shoal.syncs.server.cutting import Cut
+    from shoal.syncs.server.setup import Memory
+
+
+class Copying:
+    """Copies shards into parameters, and knows what is there already."""
+
+    def __init__(self, cut: Cut, params: Sequence[tuple[str, nn.Parameter]], memory: Memory | None) -> None:
+        self._cut = cut
+        self._params = [param for _, param in params]
+        self._memory = memory
+        self._there: list[tuple[int, int] | None] = [None] * len(cut.shards)
+        """For each shard: what its parameters hold, as holder and count of the shared memory; None if not of there."""
+
+    def size(self, shard: int) -> int:
+        """Its bytes."""
+        return self._cut.shards[shard].stop - self._cut.shards[shard].start
+
+    def near(self, shard: int, holder: int) -> int | None:
+        """Copy a shard from shared memory; the version that it has. None if it changes right now: try again.
+
+        The count of a shard's weights is odd while they change. Whoever reads the same even one before and after has
+        read nothing of two versions. It counts, not the version: with `apply=arrival` weights change within one.
+        """
+        memory = self._memory
+        if memory is None:
+            raise PayloadError(f"shard {shard} was to be read from shared memory, and this host has none")
+        state = memory.state[shard]
+        count = int(state[0])
+        if count % 2:
+            return None
+        version = int(state[1])
+        if self._there[shard] != (holder, count):
+            self._there[shard] = None
+            bounds = self._cut.shards[shard]
+            self._copy(shard, memory.weights[bounds.start : bounds.stop])
+        if int(state[0]) != count:
+            self._there[shard] = None
+            return None
+        self._there[shard] = (holder, count)
+        return version
+
+    def frame(self, shard: int, frame: memoryview) -> None:
+        """Copy a shard that has travelled; its length was checked."""
+        self._there[shard] = None
+        if not len(frame):  # a part of a table: its rows are fetched
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the memory may be read-only, and nobody writes to it
+            self._copy(shard, torch.frombuffer(frame, dtype=torch.uint8))
+
+    def _copy(self, shard: int, weights: Tensor) -> None:
+        first = self._cut.shards[shard].start
+        with torch.no_grad():
+            for piece in self._cut.shards[shard].pieces:
+                dtype = self._cut.dtypes[piece.param]
+                base = self._cut.offsets[piece.param] - first
+                start, stop = base + piece.start * dtype.itemsize, base + piece.stop * dtype.itemsize
+                _put(self._params[piece.param], piece.start, piece.stop, weights[start:stop].view(dtype))
+
+
+def _put(param: nn.Parameter, start: int, stop: int, values: Tensor) -> None:
+    """Have these values as elements start … stop−1 of a parameter, laid flat."""
+    here = param.detach()
+    if here.is_contiguous():
+        here.view(-1)[start:stop].copy_(values)
+    elif stop - start == here.numel():
+        here.copy_(values.view(here.shape))
+    else:
+        flat = here.reshape(-1)
+        flat[start:stop] = values
+        here.copy_(flat.view(here.shape))
