@@ -16,6 +16,7 @@ from shoal.core.version import __version__
 
 if TYPE_CHECKING:
     from shoal.core.errors import (
+        AuditError,
         CheckpointError,
         CheckpointMismatch,
         CheckpointWriteError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         RunFailed,
         RunStarted,
         Scale,
+        ServersSeen,
         StepDone,
         Stop,
         WorkerSeen,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from shoal.trainer.trainer import Trainer
 
 __all__ = [
+    "AuditError",
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointSaved",
@@ -86,6 +89,7 @@ __all__ = [
     "RunNotFound",
     "RunStarted",
     "Scale",
+    "ServersSeen",
     "Session",
     "ShoalError",
     "StepDone",
@@ -113,6 +117,7 @@ _HOME_OF = {
     "RunFailed": "shoal.core.events",
     "RunStarted": "shoal.core.events",
     "Scale": "shoal.core.events",
+    "ServersSeen": "shoal.core.events",
     "Session": "shoal.trainer.session",
     "StepDone": "shoal.core.events",
     "Stop": "shoal.core.events",

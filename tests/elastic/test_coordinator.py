@@ -254,7 +254,7 @@ def test_a_letter_counts_once(hand: Any) -> None:
         encode(["a-run", OPERATOR, 1, 1, ["Scale", 0]]),
         encode(["a-run", OPERATOR, -1, 1, ["Scale", 2]]),
         encode(["a-run", "../etc", 1, 1, ["Scale", 2]]),
-        encode(["a-run", OPERATOR, 1, 1, ["Scale", 2, 3]]),
+        encode(["a-run", OPERATOR, 1, 1, ["Scale", 2, 3, 4]]),
         encode(["a-run", OPERATOR, 1, 1, ["Unheard", 2]]),
         encode({"run": "a-run"}),
         b"x" * (MOST_BYTES - 100),

@@ -1,4 +1,4 @@
-"""`shoal scale`: another number of workers for a run that is under way."""
+"""`shoal scale`: another number of workers, or servers, for a run that is under way."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ left out, and the batch stays that of all workers together.
 It works for runs that may change their size, which say so in the script:
   Trainer(..., workers=2, min_workers=1, max_workers=6)
 
+Runs with sync="server" can have another number of servers at any time: their
+parameters move between two steps, and nothing is lost.
+
 [bold]Examples[/bold]
   [cyan]shoal scale last 4[/cyan]
   [cyan]shoal scale runs/mnist 1[/cyan]          a run's folder, with or without a store
+  [cyan]shoal scale last --servers 4[/cyan]
 """
 
 CONTROL = "control"
@@ -42,7 +46,7 @@ _REPEAT_SECONDS = 0.5
 
 def register(app: typer.Typer) -> None:
     """Add `shoal scale`."""
-    app.command(name="scale", help=ABOUT, short_help="Have a run go on with more or fewer workers.")(scale)
+    app.command(name="scale", help=ABOUT, short_help="Have a run go on with more or fewer workers or servers.")(scale)
 
 
 def scale(
@@ -54,16 +58,25 @@ def scale(
             autocompletion=complete_run,
         ),
     ],
-    workers: Annotated[int, typer.Argument(metavar="N", min=1, max=4095, help="How many workers from now on.")],
+    workers: Annotated[
+        int | None, typer.Argument(metavar="[N]", min=1, max=4095, help="How many workers from now on.")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option("--servers", metavar="M", min=1, max=64, help="How many servers from now on.")
+    ] = None,
 ) -> None:
-    """Ask the coordinator of one run for another number of workers."""
+    """Ask one run for another number of workers or servers."""
+    if workers is None and servers is None:
+        raise ConfigError("how many? Say `shoal scale RUN N` for workers, or `shoal scale RUN --servers M`")
     run_id, folder = _locate(run)
-    access = _access(run_id, folder)
-    answer = ask(access, workers)
+    access = _access(run_id, folder, servers=servers is not None)
+    answer = ask(access, workers, servers)
     refusal = getattr(answer, "why", None)
     if refusal is not None:
         raise ConfigError(f"{run_id} was not changed: {refusal}")
-    write(f"{one_line(run_id)} goes on with {counted(workers, 'worker')} as soon as a step ends with all of them\n")
+    asked = [counted(number, what) for number, what in ((workers, "worker"), (servers, "server")) if number is not None]
+    when = "as soon as a step ends with all of them" if servers is None else "as soon as they have their parts"
+    write(f"{one_line(run_id)} goes on with {' and '.join(asked)} {when}\n")
 
 
 def _locate(ref: str) -> tuple[str, Path]:
@@ -104,12 +117,14 @@ def _not_under_way(run_id: str, why: str) -> RunDirError:
     )
 
 
-def _access(run_id: str, folder: Path) -> Access:
+def _access(run_id: str, folder: Path, *, servers: bool = False) -> Access:
     """The way to the run's coordinator. Raises ShoalError if it has none, or it is for somebody else."""
     from shoal.elastic.access import Access
     from shoal.wire.curve import read_client_keys
 
     control = folder / CONTROL
+    if not control.is_dir() and servers:
+        raise ConfigError(f"{run_id} has no servers: it was not started with sync='server'")
     if not control.is_dir():
         raise ConfigError(
             f"{run_id} cannot change its number of workers: it was started without min_workers and max_workers. "
@@ -118,7 +133,9 @@ def _access(run_id: str, folder: Path) -> Access:
     return Access(run=run_id, folder=control, keys=read_client_keys(control))
 
 
-def ask(access: Access, workers: int, *, seconds: float = ANSWER_SECONDS) -> Welcome | Refused:
+def ask(
+    access: Access, workers: int | None, servers: int | None = None, *, seconds: float = ANSWER_SECONDS
+) -> Welcome | Refused:
     """Ask until there is an answer. Raises RunDirError if there is none in time, ConfigError if the files are wrong."""
     import msgspec
 
@@ -132,7 +149,7 @@ def ask(access: Access, workers: int, *, seconds: float = ANSWER_SECONDS) -> Wel
     with Client(endpoint, access.keys, limit=MOST_BYTES) as client:
         while (left := deadline - time.monotonic()) > 0:
             number += 1
-            client.send(encode(Letter(access.run, OPERATOR, life, number, Scale(workers))))
+            client.send(encode(Letter(access.run, OPERATOR, life, number, Scale(workers, servers))))
             payload = client.receive(min(left, _REPEAT_SECONDS))
             if payload is None:
                 continue

@@ -130,6 +130,8 @@ class Membership(Regrouping):
             wrong = "an operator may only ask for another number of workers"
         elif self._mode is Mode.OVER:
             wrong = "the run is over: its number of workers cannot change any longer"
+        elif body.servers is not None or body.workers is None:
+            wrong = "it has no servers: it was not started with sync='server'"
         else:
             wrong = self._rescale(body.workers)
         self._order(Tell(OPERATOR, Refused(wrong) if wrong else Welcome()))

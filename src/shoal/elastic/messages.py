@@ -136,9 +136,10 @@ class Get(_Message, frozen=True, tag=True):
 
 
 class Scale(_Message, frozen=True, tag=True):
-    """An operator: so many workers from now on. Answered by `Welcome` or `Refused`."""
+    """An operator: so many workers, or servers, from now on. Answered by `Welcome` or `Refused`."""
 
-    workers: Annotated[int, Meta(ge=1, lt=MOST_SEATS)]
+    workers: Annotated[int, Meta(ge=1, lt=MOST_SEATS)] | None = None
+    servers: Annotated[int, Meta(ge=1, lt=MOST_SEATS)] | None = None
 
 
 Up: TypeAlias = Hello | Beat | Ready | Formed | Unreached | Done | Put | Add | Get | Scale

@@ -7,7 +7,7 @@ new value is the mean of what the forwards made of it, weighted by samples, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -196,6 +196,20 @@ class Buffers:
             whole = mean.round().to(torch.int64)
             mean = self._start[number].to(torch.int64) + whole if number in self._start else whole
         value.copy_(mean)
+
+    @torch.no_grad()
+    def put(self, values: Mapping[int, Tensor]) -> None:
+        """Give buffers these values, by number."""
+        for number, value in values.items():
+            self._value(number).copy_(value)
+
+    def totals(self) -> dict[int, Tensor]:
+        """What the forwards since `open` made of buffers that are not known, as `learn` wants it: sums over leases of
+        these are those of the step."""
+        totals: dict[int, Tensor] = {}
+        for number, _, total in self._changes:
+            totals[number] = totals[number] + total if number in totals else total
+        return totals
 
     def know(self, known: Iterable[int]) -> None:
         """Another worker has told which buffers all agree to merge; its values are here already."""

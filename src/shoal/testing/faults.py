@@ -5,9 +5,10 @@
     assert len(plan.fired()) == 2
 
 Steps count from 0, as `step.number` does. A fault of a worker happens in that worker, on its main thread, at a point
-inside the step (`POINTS`). A fault of the coordinator, the supervisor, a link, or the number of workers happens in the
-supervisor, once it has heard that so many steps are done. Each happens once, however often its step is redone and
-however many processes have had the worker's name.
+inside the step (`POINTS`); one of a server ("server-0", with `sync="server"`) in that server (`SERVER_POINTS`). A fault
+of the coordinator, the supervisor, a link, or the number of workers happens in the supervisor, once it has heard that
+so many steps are done. Each happens once, however often its step is redone and however many processes have had the
+name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shoal.core.events import AnyEvent, Regrouped, RunEnded, RunFailed, RunStart
 from shoal.elastic.messages import COORDINATOR, seat_of
 from shoal.testing.lab import Lab
 from shoal.testing.ledger import Ledger
+from shoal.testing.servers import ServerFaults, ServerLedger, server_of
 from shoal.testing.timer import signal_at
 
 POINTS = ("compute", "exchange", "bucket", "decide", "commit", "recover", "copy", "checkpoint", "evaluate")
@@ -36,6 +38,9 @@ summed; once they are applied; when a broken term has been left; while state is 
 evaluation does."""
 RARE = ("recover", "copy", "checkpoint", "evaluate")
 """Points that not every step has: a fault there waits for the first time at its step or later."""
+SERVER_POINTS = ("push", "pushed", "close", "closed", "apply", "applied")
+"""Where in a server: before a gradient is counted, and after; as a step is closed, and once its copies are made; before
+it is applied, and after. A fault happens there the first time at its step or later."""
 SUPERVISOR = "supervisor"
 
 _BYTES = 65536
@@ -95,9 +100,11 @@ class FaultPlan:
         self._faults: list[Fault] = []
         self._at_step: dict[tuple[str, int, int], list[int]] = {}
         self._at_rare: dict[tuple[str, int], list[int]] = {}
+        self._at_server: dict[tuple[str, int], list[int]] = {}
         self._by_supervisor: list[int] = []
         self._bucket = (-1, 0)
         self._ledger: Ledger | None = None
+        self._attempts = 0
         self._healing: list[_Healing] = []
 
     def __repr__(self) -> str:
@@ -117,9 +124,10 @@ class FaultPlan:
         times: int = 1000,
         workers: int | None = None,
     ) -> Self:
-        """SIGKILL to "worker-N", "coordinator" or "supervisor".
+        """SIGKILL to "worker-N", "server-N", "coordinator" or "supervisor".
 
-        `at` is one of `POINTS` ("compute"), for workers only; at "bucket" the `nth` one of the step. With `every`
+        `at` is one of `POINTS` ("compute") for workers, and one of `SERVER_POINTS` ("apply") for servers; at "bucket"
+        the `nth` one of the step. With `every`
         instead of `step` it happens at each such step, so many `times`; then, without a name, to `workers` in turn, or
         as drawn by the plan's seed.
         """
@@ -133,11 +141,14 @@ class FaultPlan:
         return self
 
     def stop(self, name: str, *, step: int, seconds: float | None = None, at: str | None = None, nth: int = 1) -> Self:
-        """SIGSTOP to "worker-N" or "coordinator"; to a worker, after so many `seconds`, SIGCONT, if it still lives."""
+        """SIGSTOP to "worker-N", "server-N" or "coordinator"; then, after so many `seconds`, SIGCONT, if it still
+        lives."""
         if name == SUPERVISOR:
             raise ConfigError('stop: the supervisor cannot be stopped by itself; use "worker-N" or "coordinator"')
         if name == COORDINATOR and seconds is not None:
-            raise ConfigError(f"stop: seconds={seconds} is for workers; a coordinator that is stopped is replaced")
+            raise ConfigError(
+                f"stop: seconds={seconds} is for workers and servers; a coordinator that is stopped is replaced"
+            )
         return self._add("stop", _named(name), _whole("step", step), at, nth=nth, seconds=_seconds(seconds))
 
     def slow(
@@ -169,6 +180,7 @@ class FaultPlan:
     def ledger(self, folder: str | os.PathLike[str], *, digests: bool = True) -> Self:
         """From now on every worker writes a line for each step that it commits, for `shoal.testing.audit`.
 
+        With `sync="server"` every server does so for each shard, for `shoal.testing.servers.audit_servers`.
         Without `digests` parameters are not compared, which a large model takes long for.
         """
         self._ledger = Ledger(folder, digests=digests)
@@ -200,6 +212,11 @@ class FaultPlan:
         seconds: float | None = None,
         hold: bool = False,
     ) -> Self:
+        if server_of(name) is not None:
+            point = "apply" if point is None else point
+            if point not in SERVER_POINTS or nth != 1:
+                raise ConfigError(f"{kind}: at={point!r}; for a server it must be one of {', '.join(SERVER_POINTS)}")
+            return self._append(Fault(kind, name, step, point, seconds=seconds))
         if seat_of(name) is None:
             if point is not None:
                 raise ConfigError(f"{kind}: at={point!r} is a point inside a worker's step; leave it out for {name}")
@@ -217,7 +234,10 @@ class FaultPlan:
             raise ConfigError(f"a plan holds {_MOST} faults at most; make another one, or give kill() fewer times=")
         self._faults.append(fault)
         seat = seat_of(fault.target) if fault.point else None
-        if seat is None:
+        server = server_of(fault.target)
+        if server is not None:
+            self._at_server.setdefault((fault.point, server), []).append(slot)
+        elif seat is None:
             self._by_supervisor.append(slot)
         elif fault.point in RARE:
             self._at_rare.setdefault((fault.point, seat), []).append(slot)
@@ -270,6 +290,20 @@ class FaultPlan:
             return False
         self._moments[slot] = time.monotonic_ns()
         return True
+
+    # -- in a server ---------------------------------------------------------------------------------------------------
+
+    def for_servers(self) -> ServerFaults:
+        """What the servers of a run are given before they are started; called again if it begins again."""
+        self._attempts += 1
+        ledger = None if self._ledger is None else ServerLedger(self._ledger.folder, self._attempts)
+        return ServerFaults(self.at_server, ledger)
+
+    def at_server(self, point: str, *, server: int, step: int) -> None:
+        """This server is at this point. Whatever the plan has for it happens now."""
+        for slot in self._at_server.get((point, server), ()):
+            if step >= self._faults[slot].step and self._claim(slot):
+                _happen(self._faults[slot])
 
     # -- in the supervisor ---------------------------------------------------------------------------------------------
 
@@ -326,7 +360,7 @@ class _Healing:
 
 
 def _happen(fault: Fault) -> None:
-    """In this process, a worker."""
+    """In this process, a worker or a server."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
@@ -346,8 +380,13 @@ def _hold_the_lock(seconds: float) -> None:
 
 
 def _named(name: str | None) -> str:
-    if not isinstance(name, str) or (name not in (COORDINATOR, SUPERVISOR) and seat_of(name) is None):
-        raise ConfigError(f'got the name {name!r}; it must be "worker-0", "worker-1", …, "coordinator" or "supervisor"')
+    known = isinstance(name, str) and (
+        name in (COORDINATOR, SUPERVISOR) or seat_of(name) is not None or server_of(name) is not None
+    )
+    if not known or name is None:
+        raise ConfigError(
+            f'got the name {name!r}; it must be "worker-0", "worker-1", …, "server-0", …, "coordinator" or "supervisor"'
+        )
     return name
 
 

@@ -60,7 +60,7 @@ def reference_fit(
             weights += weight
         for param in model.parameters():
             if param.grad is not None:
-                param.grad /= weights
+                param.grad = param.grad / weights  # sparse ones may share their memory
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         made.step()

@@ -296,7 +296,11 @@ class Supervisor:
         if isinstance(answer, Stop):
             self._decided = STOPPED
         elif isinstance(answer, Scale):
-            self._rescale(answer.workers)
+            if answer.servers is not None:
+                text = f"Scale(servers={answer.servers!r}): this run has no servers (sync='server'); ignored"
+                self._watch(Notice(step=self._step, text=text))
+            if answer.workers is not None:
+                self._rescale(answer.workers)
         if self._elasticity.faults is not None:
             self._elasticity.faults.heard(event, self._acts)
 

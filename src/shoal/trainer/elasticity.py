@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent
@@ -29,8 +29,14 @@ class Acts(Protocol):
 class Faults(Protocol):
     """A plan of faults, as far as the supervisor has part in it; sessions know the rest."""
 
+    def at(self, point: str, *, worker: int, step: int) -> None:
+        """A worker is at this point of this step."""
+
     def heard(self, event: AnyEvent, act: Acts) -> None:
         """An event has been told."""
+
+    def for_servers(self) -> Any:
+        """Called before servers are started: what strikes at points of their loops (see `serving`)."""
 
     def finish(self) -> None:
         """The run is over: undo what is not to outlive it."""

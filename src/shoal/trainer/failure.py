@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.core import errors
-from shoal.core.atoms import cut, share
+from shoal.core.atoms import cut
 from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
+from shoal.core.seats import FIRST_SERVER, name_of
 from shoal.core.traces import own_traceback, place_of
 from shoal.engines.local import Ended
 from shoal.trainer.logs import ERR, log_path
@@ -122,7 +123,7 @@ def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | 
         return f"in the evaluation after step {session.step}, ", session.step, None
     at = session.where
     atoms = cut(at.samples)
-    mine = share(len(atoms), session.workers)[session.rank]
+    mine = session.share_of(len(atoms))
     if mine.start == mine.stop:
         return f"in step {at.step + 1} (it has no samples of this batch), ", at.step, None
     positions = at.start + atoms[mine.start].start, at.start + atoms[mine.stop - 1].stop - 1
@@ -159,7 +160,7 @@ def as_error(worker: int, workers: int, failed: Failed, logs: Path | None) -> Sh
         else:
             what = f"raised {failed.kind}: {failed.message}" if failed.message else f"raised {failed.kind}"
         error = WorkerError(
-            f"{failed.where}worker {worker} {what}",
+            f"{failed.where}{name_of(worker)} {what}",
             worker=worker,
             step=failed.step,
             positions=failed.positions,
@@ -174,14 +175,14 @@ def _tell(error: Exception, worker: int, workers: int, failed: Failed, logs: Pat
     facts = _facts(worker, workers, failed, logs)
     lines = [""]
     if 'File "' in failed.traceback:  # else there is nothing but Shoal's frames, and the message says it all
-        lines += [f"Worker {worker}'s own traceback:\n", _indented(failed.traceback), ""]
+        lines += [f"{name_of(worker).capitalize()}'s own traceback:\n", _indented(failed.traceback), ""]
     error.add_note("\n".join([*lines, _indented(facts)]))
     if isinstance(error, ShoalError):
         error.facts = facts
 
 
 def _facts(worker: int, workers: int, failed: Failed, logs: Path | None) -> str:
-    facts = [f"worker {worker} of {workers}"]
+    facts = [f"worker {worker} of {workers}" if worker < FIRST_SERVER else name_of(worker)]
     if failed.where:
         facts.append(failed.where.partition(" (")[0].removeprefix("in ").rstrip(", "))
     elif failed.step is not None:
@@ -226,7 +227,7 @@ def ended_error(end: Ended, logs: Path | None) -> WorkerError:
         elif end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
             where = "the stack of that moment is in its log" if logs else "run with PYTHONFAULTHANDLER=1 to see where"
             why = f"; a native library crashed in it: {where}"
-    error = WorkerError(f"worker {end.worker} {how}{why}", worker=end.worker)
+    error = WorkerError(f"{name_of(end.worker)} {how}{why}", worker=end.worker)
     if logs is not None and log_path(logs, end.worker, ERR).exists():
         error.add_note(f"\n  log:  {log_path(logs, end.worker, ERR)}")
     return error

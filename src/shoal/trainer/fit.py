@@ -75,10 +75,11 @@ class Average:
             value.copy_(state[name])
 
 
-_BESTS = 20
+MOST_BESTS = 20
+"""Evaluations that were the best at their time, and are remembered."""
 
 
-class _Record:
+class Record:
     """What the loop remembers across a resume."""
 
     def __init__(self) -> None:
@@ -101,22 +102,14 @@ class _Record:
 def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
     """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
     model.to(session.device)
-    if session.workers > 1 and uses_batch_statistics(model) and not session.deterministic:
-        text = "BatchNorm is in train mode: each worker normalises over its own part of the batch, as with DDP, so the "
-        text += "result depends on the number of workers (docs/limits.md)"
-        session.channel.emit(Notice(step=0, text=text))
-    if recipe.metrics and recipe.eval_data is None and settings.current().report:  # not within cross-validation
-        text = "metrics= are computed in evaluations, and there is no eval_data=: there will be none during training"
-        session.channel.emit(Notice(step=0, text=text))
-    if not model.training:
-        text = "the model is in eval mode, so dropout and BatchNorm do not train; call model.train() before fit()"
+    for text in first_words(model, recipe, workers=session.workers, deterministic=session.deterministic):
         session.channel.emit(Notice(step=0, text=text))
     # first: what is made from the weights, here and in an optimizer, must find those that all workers start from
     session.track(model=model)
     optimizer = make_optimizer(recipe, model)
     schedule = make_schedule(recipe, optimizer)
     average = Average(model, recipe.ema) if recipe.ema is not None else None
-    record = _Record()
+    record = Record()
     parts = {"optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
     session.track(**{name: part for name, part in parts.items() if part is not None})
     session.overlap_backward()
@@ -170,6 +163,25 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     return {"loss": loss, "metrics": metrics, "steps": session.step, "stopping": stopping}, average
 
 
+def first_words(model: nn.Module, recipe: Recipe, *, workers: int, deterministic: bool) -> list[str]:
+    """What people should know of before their model is trained."""
+    words = []
+    if workers > 1 and uses_batch_statistics(model) and not deterministic:
+        words.append(
+            "BatchNorm is in train mode: each worker normalises over its own part of the batch, as with DDP, so the "
+            "result depends on the number of workers (docs/limits.md)"
+        )
+    if recipe.metrics and recipe.eval_data is None and settings.current().report:  # not within cross-validation
+        words.append(
+            "metrics= are computed in evaluations, and there is no eval_data=: there will be none during training"
+        )
+    if not model.training:
+        words.append(
+            "the model is in eval mode, so dropout and BatchNorm do not train; call model.train() before fit()"
+        )
+    return words
+
+
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = recipe.optimizer(list(model.named_parameters()))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -201,7 +213,7 @@ def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
     return schedule
 
 
-def _tell_of_new_plan(session: Session, record: _Record, total: int) -> None:
+def _tell_of_new_plan(session: Session, record: Record, total: int) -> None:
     """A schedule's state holds its shape: a resumed run keeps to the one that it began with."""
     if record.planned not in (None, total):
         text = (
@@ -234,7 +246,7 @@ class _Evaluation:
         model: nn.Module,
         recipe: Recipe,
         average: Average | None,
-        record: _Record,
+        record: Record,
         schedule: Any | None,
     ) -> None:
         """`schedule` is one that is stepped on the loss of evaluations."""
@@ -285,7 +297,7 @@ class _Evaluation:
         self._forget_lost_bests()
         if record.best is None or not record.best <= metrics["loss"]:
             record.best = metrics["loss"] if metrics["loss"] == metrics["loss"] else None
-            record.bests = [*record.bests[-_BESTS:], [session.step, metrics["loss"]]]
+            record.bests = [*record.bests[-MOST_BESTS:], [session.step, metrics["loss"]]]
             session.checkpoint_best()
         if self._schedule is not None:
             self._schedule.step(metrics["loss"])

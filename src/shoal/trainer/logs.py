@@ -14,14 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.core.seats import name_of
+
 OUT, ERR = "out", "err"
-_MARK = "=== shoal: the traceback of the error that ended worker"
+_MARK = "=== shoal: the traceback of the error that ended"
 _READ_AT_ONCE = 1 << 20
 _LONGEST_LINE = 1 << 16
 
 
 def log_path(folder: Path, worker: int, stream: str) -> Path:
-    return folder / f"worker-{worker}.{stream}"
+    return folder / f"{name_of(worker).replace(' ', '-')}.{stream}"
 
 
 def begin_log(folder: Path | None, worker: int) -> None:
@@ -52,7 +54,7 @@ def _text_on(descriptor: int) -> io.TextIOWrapper:
 def log_failure(worker: int, text: str) -> None:
     """In a worker that logs: keep its whole traceback in the log. It is not repeated on the screen."""
     with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"{_MARK} {worker} ===\n{text}\n")
+        sys.stderr.write(f"{_MARK} {name_of(worker)} ===\n{text}\n")
         sys.stderr.flush()
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
-from shoal.core.atoms import Course, StepSpan
+from shoal.core.atoms import Course, StepSpan, share
 from shoal.core.errors import CheckpointMismatch, ConfigError
 from shoal.core.events import WorkerSeen
 from shoal.core.spec import AnyCodec, NoCodec
@@ -274,6 +274,10 @@ class Session:
     def where(self) -> StepSpan | None:
         """The step under way, for messages."""
         return self._at
+
+    def share_of(self, atoms: int) -> range:
+        """Which of a step's so many atoms this worker computes, for messages."""
+        return share(atoms, self.workers)[self.rank]
 
     @property
     def epoch_loss(self) -> float:

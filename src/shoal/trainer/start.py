@@ -113,7 +113,7 @@ class Start:
             seed=self.seed,
             deterministic=self.deterministic,
             codec=self.codec,
-            saving=self._saving(channel),
+            saving=self.saving(channel),
             loaded=self.loaded,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
             run_id=self.run_id,
@@ -121,7 +121,8 @@ class Start:
             standing=Standing(control, channel, place, seat, make_group, faults),
         )
 
-    def _saving(self, channel: Channel) -> Saving:
+    def saving(self, channel: Channel) -> Saving:
+        """Where and when the worker that checkpoints does so."""
         folder = None if self.run_dir is None else self.run_dir / "checkpoints"
         if folder is None:
             return Saving(channel)
@@ -143,7 +144,7 @@ class Start:
         starts_equal: bool,
         place: Place | None = None,
     ) -> Session:
-        saving = self._saving(channel)
+        saving = self.saving(channel)
         saving.take_on(group.rank == 0)
         return Session(
             group,

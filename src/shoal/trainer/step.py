@@ -552,12 +552,9 @@ class Step:
 
     def _not_finite(self, what: str) -> NotFiniteError:
         """Which worker, which parameter. Every worker comes here, from the same summed values."""
-        session, own = self._session, self._own_loss
-        culprits = [rank for rank, finite in enumerate(session.gather(own - own == 0.0)) if not finite]
-        worker = culprits[0] if culprits else None
+        worker, spans = self._culprit()
         where, positions = "", None
         if worker is not None:
-            spans = self._loop.spans(self.samples, worker)
             positions = self.span.start + spans[0].start, self.span.start + spans[-1].stop - 1
             where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch + 1})"
         return NotFiniteError(
@@ -567,6 +564,12 @@ class Step:
             step=self.number,
             positions=positions,
         )
+
+    def _culprit(self) -> tuple[int | None, Sequence[Span]]:
+        """The first worker whose loss is not finite, and what it computes; None if there is none."""
+        own = self._own_loss
+        culprits = [rank for rank, finite in enumerate(self._session.gather(own - own == 0.0)) if not finite]
+        return (culprits[0], self._loop.spans(self.samples, culprits[0])) if culprits else (None, ())
 
     def _first_not_finite(self) -> str:
         trained = self._session.all_params()

@@ -23,6 +23,7 @@ from shoal.core.permutation import Permutation
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
+from shoal.engines.places import read_lab
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -91,7 +92,9 @@ class Trainer(Configured):
         run goes on (docs/elastic.md); below the least it waits. Without them the run has exactly its workers, and
         ends with an error if one of them dies. restarts: how often it may start again from its last checkpoint if all
         workers are lost (3, where members may change). faults: a `shoal.testing.FaultPlan`, for tests.
-    layout, sync, precision, engine: this version has "single", "allreduce", "fp32", "local".
+    sync: how workers agree: "allreduce", or "server", where server processes hold the parameters and apply the
+        optimizer: "server:mode=bsp", "server:mode=ssp,staleness=4,servers=2", "server:mode=async" (docs/server.md).
+    layout, precision, engine: this version has "single", "fp32", "local".
     codec: how gradients travel: "none", "fp16", "bf16", "int8", "powersgd:rank=4", "onebit", "topk:density=0.01", or
         "auto", which finds out what is fastest here (docs/codecs.md).
     collective: how workers sum: "shm" (shared memory), "hierarchical" (that inside hosts, a ring between them), "gloo"
@@ -127,7 +130,7 @@ class Trainer(Configured):
         min_workers: int | None = None,
         max_workers: int | None = None,
         layout: str | spec.Single = "single",
-        sync: str | spec.AllReduce = "allreduce",
+        sync: str | spec.AllReduce | spec.Server = "allreduce",
         codec: str | spec.AnyCodec = "none",
         precision: str | spec.Fp32 = "fp32",
         collective: str = "auto",
@@ -147,8 +150,9 @@ class Trainer(Configured):
         faults: Any | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        for kind, given in (("layout", layout), ("sync", sync), ("precision", precision)):
+        for kind, given in (("layout", layout), ("precision", precision)):
             spec.parse(kind, given)
+        self.sync: spec.AllReduce | spec.Server = spec.parse("sync", sync)
         self.codec: spec.AnyCodec = spec.parse("codec", codec)
         if deterministic and self.codec != spec.NoCodec():
             raise ConfigError(
@@ -159,6 +163,8 @@ class Trainer(Configured):
         self.engine: spec.Local = spec.parse("engine", engine)
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
         self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine)
+        if isinstance(self.sync, spec.Server):
+            _refuse_with_servers(deterministic=bool(deterministic), ema=ema, engine=self.engine)
         check_model(model)
         check_optimizer(optimizer)
         check_loss(loss)
@@ -314,6 +320,8 @@ class Trainer(Configured):
         recipe, model = self.recipe, self.model
         watch.prepare(f"starting {self.workers} workers" if self.workers > 1 else "starting 1 worker")
         import_for_training()
+        if isinstance(self.sync, spec.Server):
+            return self._train_with_servers(self.sync, start, watch, signals)
         forked = not is_spmd(self.engine)
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         kept: dict[str, Tensor] = {}
@@ -342,35 +350,58 @@ class Trainer(Configured):
             figures["run"] = [start.run_id, str(start.run_dir)]
             return figures
 
-        values = self._until_complete(body, start, watch, signals)
+        def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
+            return run(
+                body,
+                start,
+                workers=self.workers,
+                engine=self.engine,
+                watch=watch,
+                signals=signals,
+                elasticity=elasticity,
+            )
+
+        values = self._until_complete(attempt, start, watch)
         if landing is not None and landed is not None:
             landing.take(state, values[0]["landed"])
             landed.take(kept, kept)
         self.average = kept or None
         return values
 
-    def _until_complete(
-        self, body: Callable[[Session], Any], start: Start, watch: Watch, signals: StopSignals
+    def _train_with_servers(
+        self, sync: spec.Server, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
-        """Run, and start again from the last checkpoint if every worker is lost, as often as `restarts=` allows."""
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.served import Served, run_served
+
+        hosts = read_lab(self.engine.lab) if self.engine.lab else ()
+
+        def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
+            served = Served(self.model, self.recipe, sync, self.workers, elasticity)
+            return run_served(served, start, watch, signals, hosts)
+
+        return self._until_complete(attempt, start, watch)
+
+    def _until_complete(
+        self,
+        attempt: Callable[[Start, Elasticity | None], list[dict[str, Any]]],
+        start: Start,
+        watch: Watch,
+    ) -> list[dict[str, Any]]:
+        """Run, and start again from the last checkpoint if its state is lost, as often as `restarts=` allows."""
         elasticity = self.elasticity
-        left = 0 if elasticity is None else elasticity.restarts
+        left = elasticity.restarts if elasticity is not None else 0
+        if elasticity is None and isinstance(self.sync, spec.Server):
+            left = DEFAULT_RESTARTS  # the state is lost with servers: what dies is none of the workers
         while True:
             try:
-                return run(
-                    body,
-                    start,
-                    workers=self.workers,
-                    engine=self.engine,
-                    watch=watch,
-                    signals=signals,
-                    elasticity=elasticity,
-                )
+                return attempt(start, elasticity)
             except EverythingLost as error:
-                if not left or elasticity is None:
+                if not left:
                     raise
                 lost = str(error)
-                elasticity = replace(elasticity, before=error.term)
+                if elasticity is not None:
+                    elasticity = replace(elasticity, before=error.term)
             except WorkerError as error:
                 self._name_samples(error)
                 raise
@@ -595,6 +626,22 @@ def _elasticity(
         restarts=DEFAULT_RESTARTS if restarts is None else restarts,
         faults=faults,
     )
+
+
+def _refuse_with_servers(*, deterministic: bool, ema: float | None, engine: spec.Local) -> None:
+    """Raises ConfigError for arguments that do not go with `sync="server"`."""
+    if deterministic:
+        raise ConfigError(
+            "sync='server': deterministic=True needs sums whose order does not depend on who is first, and servers sum "
+            "gradients as they arrive; use sync='allreduce', or deterministic=False"
+        )
+    if ema is not None:
+        raise ConfigError("sync='server': ema= is not available with it in this version; use sync='allreduce'")
+    if is_spmd(engine):
+        raise ConfigError(
+            "sync='server' starts its own workers and servers, on the CPU; a launcher has started this one (or engine= "
+            "asks for one script per worker, as GPUs do): leave that out, or use sync='allreduce'"
+        )
 
 
 def _check_metrics(metrics: Sequence[str | Metric], predict: PredictFn | None) -> None:

@@ -335,6 +335,7 @@ class Watch:
     def _from_store(self, summary: Summary) -> Summary:
         """With what only the store knows: earlier parts of a resumed run, and a run on one worker to compare with."""
         from shoal.monitor.report.baseline import find_baseline
+        from shoal.monitor.report.convergence import find_cost
         from shoal.monitor.report.summary import Summary
         from shoal.store.store import Store
 
@@ -353,6 +354,7 @@ class Watch:
                 summary.resume_command = command
             summary.environment, summary.git_commit = run.environment, run.git_commit
             summary.baseline = find_baseline(store, run)
+            summary.cost = find_cost(store, run)
         return summary
 
 

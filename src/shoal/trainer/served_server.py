@@ -1,0 +1,45 @@
+"""What the process of a server does, from its first moment to its last."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+import torch
+
+from shoal.core.seats import FIRST_SERVER
+from shoal.engines.places import Place, enter
+from shoal.syncs.server.serving import serve
+from shoal.syncs.server.setup import Setup
+from shoal.trainer.channel import leave_sigterm_to_the_supervisor
+from shoal.trainer.failure import describe, whole_traceback
+from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.messages import Failed, encode
+from shoal.trainer.start import Start
+from shoal.wire.link import Link, LinkClosed
+
+EXIT_FAILED = 1
+
+
+def be_server(number: int, link: Link, host: str, setup: Setup, start: Start, place: Place | None) -> None:
+    leave_sigterm_to_the_supervisor()
+    seat = FIRST_SERVER + number
+    begin_log(start.logs, seat)
+    torch.set_num_threads(1)
+    failed: Failed | None = None
+    try:
+        if place is not None:
+            enter(place)
+        serve(setup, number, link, host)
+    except LinkClosed:
+        return
+    except BaseException as error:
+        failed = describe(error, None)
+        if start.logs is not None:
+            log_failure(seat, whole_traceback(error))
+    if failed is not None:
+        with suppress(LinkClosed):
+            link.send(encode(failed))
+            while True:  # the supervisor ends this process, once it has heard
+                link.recv()
+        sys.exit(EXIT_FAILED)

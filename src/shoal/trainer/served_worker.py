@@ -1,0 +1,332 @@
+"""A worker of a run with servers: it computes what the clerk leases to it, until it is told to leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from shoal.core.errors import ShoalError
+from shoal.core.traffic import GRADIENT, LOOPBACK, NETWORK
+from shoal.data.parcel import seal, unseal
+from shoal.engines.places import Place, enter
+from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Placement, Ready, Work, encode
+from shoal.syncs.server.setup import Setup
+from shoal.syncs.server.table_client import TableClient
+from shoal.trainer import messages
+from shoal.trainer.channel import LinkChannel, leave_sigterm_to_the_supervisor
+from shoal.trainer.elastic_worker import EXIT_FAILED, flush_output
+from shoal.trainer.evaluate import Evaluator, Part
+from shoal.trainer.failure import describe, whole_traceback
+from shoal.trainer.fit import Recipe
+from shoal.trainer.leased import LeasedSession, Leases, Servers
+from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.session import TELL_SECONDS
+from shoal.trainer.start import LOOPBACK as LOOPBACK_ADDRESS
+from shoal.trainer.start import Start, deterministic_algorithms
+from shoal.trainer.tables import Embeddings
+from shoal.wire.link import Link, LinkClosed
+
+_decode = msgspec.msgpack.Decoder(Placement | Work | Evaluate | Depart).decode
+
+
+class Faults(Protocol):
+    """A plan of faults, as far as a worker has part in it."""
+
+    def at(self, point: str, *, worker: int, step: int) -> None:
+        """The worker is at this point of this step."""
+
+
+class AClient(Servers, Protocol):
+    """What a worker needs of `shoal.syncs.server.client.Client`."""
+
+    tables: TableClient
+
+    def place(self, placement: Placement) -> None: ...
+
+    def prefetch(self, version: int) -> None: ...
+
+    def pull(self, version: int) -> int: ...
+
+    def pull_exact(self, version: int) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+MakeClient = Callable[..., AClient]
+
+
+@dataclass(frozen=True)
+class ServedTask:
+    """What a worker is there for."""
+
+    model: nn.Module
+    recipe: Recipe
+    start: Start
+    place: Place | None = None
+    """The lab host that it runs on."""
+    faults: Faults | None = None
+    workers: int = 1
+    """How many workers there are about: they share the cores and the batch."""
+
+
+def be_served_worker(
+    seat: int, link: Link, host: str, setup: Setup, task: ServedTask, *, make_client: MakeClient | None = None
+) -> None:
+    """From the first moment of a worker's process to its last.
+
+    The end of the link ends it: what is applied is on the servers, and a worker has nothing that is worth keeping.
+    """
+    leave_sigterm_to_the_supervisor()
+    begin_log(task.start.logs, seat)
+    torch.set_num_threads(1)
+    _Worker(seat, link, host, setup, task, make_client or _client).run()
+
+
+def _client(*given: Any, **options: Any) -> AClient:
+    # here: it needs ZeroMQ
+    from shoal.syncs.server.client import Client
+
+    return Client(*given, **options)
+
+
+class _Told(Exception):
+    """While it waited for weights, a worker was told something that comes first."""
+
+
+class _Left(Exception):
+    """The worker is to leave."""
+
+
+class _Worker:
+    def __init__(
+        self, seat: int, link: Link, host: str, setup: Setup, task: ServedTask, make_client: MakeClient
+    ) -> None:
+        self._seat = seat
+        self._link = link
+        self._host = host
+        self._setup = setup
+        self._task = task
+        self._make_client = make_client
+        self._channel = LinkChannel(link, speaks=False)
+        self._session: LeasedSession | None = None
+        self._client: AClient | None = None
+        self._part: Part | None = None
+        self._leases: Leases | None = None
+        self._placement: Placement | None = None
+        self._work: tuple[Work, Sequence[bytearray]] | None = None
+        """What to compute next, or is waiting for its weights."""
+        self._evaluations: deque[tuple[Evaluate, Sequence[bytearray]]] = deque()
+        self._waiting = False
+        self._told = time.monotonic()
+
+    def run(self) -> None:
+        failed: messages.Failed | None = None
+        try:
+            with deterministic_algorithms(self._task.start.deterministic):
+                self._serve()
+        except _Left as leaving:
+            self._depart(str(leaving))
+        except LinkClosed:
+            flush_output()
+            os._exit(EXIT_FAILED)
+        except BaseException as error:
+            failed = describe(error, self._session)
+            if self._task.start.logs is not None:
+                log_failure(self._seat, whole_traceback(error))
+        if failed is not None:
+            self._fail(failed)
+
+    def _fail(self, failed: messages.Failed) -> None:
+        flush_output()
+        with suppress(LinkClosed):
+            self._channel.flush()
+            self._link.send(messages.encode(failed))
+        self._let_go()
+        # the supervisor ends this process
+        with suppress(LinkClosed):
+            while True:
+                self._link.recv()
+        sys.exit(EXIT_FAILED)
+
+    def _depart(self, why: str) -> None:
+        with suppress(LinkClosed):
+            self._tell()
+            self._channel.flush()
+            flush_output()
+            self._let_go()
+            self._link.send(messages.encode(messages.Departed(why)))
+
+    def _let_go(self) -> None:
+        for thing in (self._part, self._leases, self._client, self._session):
+            if thing is not None:
+                with suppress(ShoalError, OSError):  # there is something more important to say
+                    thing.close()
+
+    # -- what it does --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        task, setup = self._task, self._setup
+        if task.place is not None:
+            enter(task.place)
+        session = LeasedSession(self._seat, self._channel, task.start, task.model, setup, workers=task.workers)
+        self._session = session
+        client = self._make_client(
+            setup,
+            self._seat,
+            self._host,
+            session.params,
+            fd=self._link.fileno(),
+            hear=self._hear,
+            on_wait=self._channel.urge,
+        )
+        self._client = client
+        if setup.tables:
+            session.tables = Embeddings(task.model, setup, client.tables)
+        leases = self._leases = Leases(session, client, task.model, task.recipe, setup, task.workers)
+        if self._placement is not None:
+            client.place(self._placement)
+        self._link.send(encode(Ready(os.getpid())))
+        while True:
+            if time.monotonic() - self._told > TELL_SECONDS:
+                self._tell()
+            self._hear()
+            if self._evaluations:
+                begun = time.perf_counter()
+                self._evaluate(session, client, *self._evaluations[0])
+                session.times.loop += time.perf_counter() - begun
+            elif self._work is not None:
+                begun = time.perf_counter()
+                self._compute(session, client, leases, *self._work)
+                session.times.loop += time.perf_counter() - begun
+            elif not leases.look_ahead():
+                self._link.poll(max(0.0, self._told + TELL_SECONDS - time.monotonic()))
+
+    def _compute(
+        self, session: LeasedSession, client: AClient, leases: Leases, work: Work, buffers: Sequence[bytearray]
+    ) -> None:
+        lease = work.lease
+        client.prefetch(work.version)
+        leases.load(lease)
+        if session.tables is not None:
+            session.tables.turn(work.version)
+            session.tables.ahead(leases.batches())
+        begun = time.perf_counter()
+        try:
+            read = self._wait(lambda: client.pull(work.version))
+        except _Told:
+            return
+        finally:
+            session.times.exchange += time.perf_counter() - begun
+        self._work = None
+        if session.tables is not None:
+            read = session.tables.read(read)
+        if buffers:
+            leases.put(unseal(bytes(buffers[0]), buffers[1:]))
+        self._fault("compute", lease.step)
+        outcome = leases.compute(lease, read, before_push=lambda: self._fault("exchange", lease.step))
+        if outcome.sent:
+            link = LOOPBACK if self._host == LOOPBACK_ADDRESS else NETWORK
+            session.group.account.sent(GRADIENT, link, outcome.sent, 1, self._setup.codec.name)
+        self._send(
+            Done(
+                lease=lease,
+                read=read,
+                seconds=outcome.seconds,
+                loss=outcome.loss,
+                weight=outcome.weight,
+                logs=outcome.logs,
+                draws=outcome.draws,
+                sent=outcome.sent,
+            ),
+            outcome.buffers or None,
+        )
+        self._fault("commit", lease.step)
+
+    def _evaluate(self, session: LeasedSession, client: AClient, order: Evaluate, buffers: Sequence[bytearray]) -> None:
+        task, recipe = self._task, self._task.recipe
+        try:
+            self._wait(lambda: client.pull_exact(order.version))
+        except _Told:
+            return
+        self._evaluations.popleft()
+        if session.tables is not None:
+            session.tables.turn_exact(order.version)
+        if buffers:
+            assert self._leases is not None
+            self._leases.put(unseal(bytes(buffers[0]), buffers[1:]))
+        session.step, session.evaluating = order.version, True
+        # for messages; there is one of each evaluation
+        session.at(self._setup.course.step(max(0, order.version - 1)))
+        self._fault("evaluate", order.version - 1)
+        if self._part is None:
+            self._part = Part(
+                session,
+                recipe.eval_data,
+                recipe.collate,
+                batch=recipe.eval_batch(task.workers),
+                data_workers=recipe.data_workers,
+                name="eval_data",
+            )
+        metrics = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics).run(task.model)
+        session.evaluating = False
+        self._send(Evaluated(order.version, metrics), None)
+
+    # -- what it hears and says ----------------------------------------------------------------------------------------
+
+    def _wait(self, pull: Callable[[], Any]) -> Any:
+        """What `pull` returns; raises `_Told` if something else is to be done first."""
+        self._waiting = True
+        try:
+            return pull()
+        finally:
+            self._waiting = False
+
+    def _hear(self) -> None:
+        """Take in what has come. While it waits for weights, what changes the order of things ends the waiting."""
+        changed = False
+        while (frame := self._link.try_recv()) is not None:
+            header, buffers = frame
+            message = _decode(header)
+            if isinstance(message, Placement):
+                self._placed(message)
+            elif isinstance(message, Work):
+                self._work = message, buffers
+                changed = True
+            elif isinstance(message, Evaluate):
+                self._evaluations.append((message, buffers))
+                changed = True
+            else:
+                raise _Left(message.why)
+        if changed and self._waiting:
+            raise _Told
+
+    def _placed(self, placement: Placement) -> None:
+        self._placement = placement
+        if self._client is not None:
+            self._client.place(placement)
+
+    def _send(self, message: msgspec.Struct, tree: Any) -> None:
+        if tree is None:
+            self._link.send(encode(message))
+            return
+        parcel, buffers = seal(tree)
+        self._link.send(encode(message), [parcel, *buffers])
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        if self._session is not None:
+            self._channel.emit(self._session.seen())
+
+    def _fault(self, point: str, step: int) -> None:
+        if self._task.faults is not None:
+            self._task.faults.at(point, worker=self._seat, step=step)

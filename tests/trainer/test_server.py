@@ -1,0 +1,167 @@
+"""Runs with servers: the weights of one process, and the same meaning of data, schedules, evaluation and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import ConfigError, StepDone, Trainer
+from shoal.testing.lab import Lab, why_no_lab
+from shoal.testing.reference import relative_difference
+from tests.trainer.test_parity import CASES, STEPS, TOLERANCE, build, classes, entropy, mlp, norm_net, reference, sgd
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": sgd,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+}
+
+
+def trained(sync: str = "server", **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    net = mlp()
+    given = {"optimizer": sgd, "batch_size": 48, "steps": STEPS, "workers": 2, **options}
+    Trainer(net, entropy, data=classes(), sync=sync, **given).fit()
+    return net
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_equal_those_of_one_process(name: str) -> None:
+    case = CASES[name]
+    net = build(case)
+    result = Trainer(
+        model=net,
+        loss=case.loss,
+        optimizer=case.optimizer,
+        data=case.data(),
+        batch_size=case.batch_size,
+        steps=STEPS,
+        workers=3,
+        sync="server",
+        **case.options,
+    ).fit()
+    assert result.steps == STEPS
+    assert relative_difference(net, reference(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bsp_gives_the_weights_of_allreduce(optimizer: str, clip: float | None, servers: int) -> None:
+    options = {"optimizer": OPTIMIZERS[optimizer], "clip": clip}
+    theirs = trained("allreduce", **options)
+    ours = trained(f"server:servers={servers}", **options)
+    assert relative_difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("durability", ["none", "peer", "disk"])
+def test_durability_changes_nothing_while_nobody_dies(durability: str) -> None:
+    assert relative_difference(trained(f"server:durability={durability}"), trained("allreduce")) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "mode", ["ssp,staleness=2", "async", "async,damp=true", "ssp,apply=arrival", "bsp,apply=arrival"]
+)
+def test_other_modes_train_as_well(mode: str) -> None:
+    """Not the same weights: a loss like it."""
+    losses: dict[str, list[float]] = {}
+
+    def tell(event: Any) -> None:
+        if isinstance(event, StepDone):
+            losses[sync].append(event.loss)
+
+    for sync in ("allreduce", f"server:mode={mode}"):
+        losses[sync] = []
+        trained(sync, steps=60, callbacks=[tell])
+    assert all(len(told) == 60 for told in losses.values())
+    ours, theirs = (sum(told[-10:]) / 10 for told in losses.values())
+    assert ours < losses["allreduce"][0] - 0.5 * (losses["allreduce"][0] - theirs)
+
+
+def test_events_tell_every_step_once_and_what_servers_did() -> None:
+    events: list[Any] = []
+    trained("server", callbacks=[events.append], schedule=None, epochs=None, steps=22)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert [event.step for event in steps] == list(range(1, 23))
+    assert sum(event.samples for event in steps) == 500 * 2
+    assert all(event.rates == [0.1] for event in steps)
+    seen = [event for event in events if isinstance(event, shoal.core.events.ServersSeen)]
+    assert seen, "servers are not told of"
+    last = seen[-1]
+    assert [server.number for server in last.servers] == [0, 1]
+    assert sum(server.pushes for server in last.servers) >= 22 * 2
+    assert last.staleness[0] == sum(last.staleness) > 0  # nothing is stale in bsp
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("server", "allreduce"), ("allreduce", "server"), ("server", "server:servers=3")]
+)
+def test_a_checkpoint_goes_on_with_another_sync(first: str, second: str, tmp_path: Path) -> None:
+    def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS["adamw"], "schedule": cosine, "clip": 0.5}
+    whole = trained("allreduce", **options)
+    half = {"run_dir": tmp_path / "run", **options}
+    trained(first, **{**half, "steps": 9})
+    resumed = trained(second, resume="last", workers=3, **half)
+    assert relative_difference(resumed, whole) < TOLERANCE
+
+
+def test_evaluation_and_the_best_checkpoint(tmp_path: Path) -> None:
+    events: list[Any] = []
+    options: dict[str, Any] = {"eval_data": classes(100), "eval_every": 5, "callbacks": [events.append]}
+    options |= {"predict": lambda model, batch: (model(batch[0]), batch[1]), "metrics": ["accuracy"]}
+    trained("server", run_dir=tmp_path / "a", **options)
+    ours = [event for event in events if isinstance(event, shoal.core.events.EvalDone)]
+    events.clear()
+    trained("allreduce", run_dir=tmp_path / "b", **options)
+    theirs = [event for event in events if isinstance(event, shoal.core.events.EvalDone)]
+    assert [event.step for event in ours] == [event.step for event in theirs] == [5, 10, 15, 20]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-4)
+
+
+def test_batch_norm_keeps_the_statistics_of_all_workers() -> None:
+    """Samples that are computed together are normalised together, and leases go by speed: one worker is exact."""
+    for workers, tolerance in ((1, 1e-5), (2, 0.1)):
+        states = []
+        for sync in ("allreduce", "server"):
+            torch.manual_seed(3)
+            net = norm_net()
+            Trainer(net, entropy, sgd, classes(), batch_size=48, steps=6, workers=workers, sync=sync).fit()
+            states.append(net.state_dict())
+        theirs, ours = states
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            assert torch.allclose(ours[name].double(), theirs[name].double(), rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason=f"no lab: {why_no_lab()}")
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
+def test_hosts_apart(codec: str) -> None:
+    with Lab(hosts=2) as lab:
+        net = trained("server", engine=f"local:lab={lab.name}", codec=codec, workers=4)
+    assert relative_difference(net, trained("allreduce")) < (TOLERANCE if codec == "none" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("sync", "options", "words"),
+    [
+        ("server:servers=0", {}, "servers=0"),
+        ("server:staleness=-1", {}, "staleness=-1"),
+        ("server:mode=sps", {}, "did you mean 'ssp'"),
+        ("server:durability=tape", {}, "none, peer, disk"),
+        ("server:mode=bsp,damp=true", {}, "damp"),
+        ("server", {"deterministic": True}, "deterministic"),
+        ("server", {"ema": 0.9}, "ema"),
+        ("server", {"optimizer": lambda params: torch.optim.LBFGS([param for _, param in params])}, "LBFGS"),
+    ],
+)
+def test_what_does_not_go_is_refused_in_words(sync: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trained(sync, **options)
