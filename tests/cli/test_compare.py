@@ -18,7 +18,7 @@ from shoal.cli import compare
 from shoal.cli.plot import curve_of
 from shoal.cli.text import ago
 from shoal.core.errors import ConfigError, RunNotFound
-from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, EvalDone, RunStarted, ServerFacts, ServersSeen, StepDone, WorkerSeen
 from shoal.core.settings import Setting
 from shoal.core.traffic import Flow, Traffic
 from shoal.store.recorder import Recorder
@@ -275,3 +275,22 @@ def test_a_plot_that_is_there_stays(home: Path) -> None:
 )
 def test_ago(seconds: float, text: str) -> None:
     assert ago(seconds) == text
+
+
+def test_servers_are_compared_where_a_run_has_them() -> None:
+    facts = ServerFacts(number=0, shards=1, bytes=8, pushes=3)
+    syncs = {"a": "allreduce", "b": "server:mode=ssp,staleness=3"}
+    for run_id, sync in syncs.items():
+        config = {"sync": Setting(sync, "flag")}
+        seen: list[AnyEvent] = [ServersSeen(step=1, servers=[facts], staleness=[1, 1])] if run_id == "b" else []
+        with Store.open() as store:
+            writer = RunWriter(store, NewRun(id=run_id, name=run_id, created=1000.0, workers=2, config=config))
+            writer.begin()
+            writer.write(seen, RunEnd(status="complete"))
+    lines = [line.split() for line in shoal("a", "b").stdout.splitlines()]
+    assert ["A", "a", "✓", "complete", "allreduce"] in lines
+    assert ["B", "b", "✓", "complete", "ssp", "(staleness", "3)", "on", "2", "servers"] in lines
+    assert ["mean", "staleness", "–", "0.5"] in lines
+    assert json.loads(shoal("a", "b", "--json").stdout)["figures"]["mean staleness"] == [None, 0.5]
+    alone = shoal("a", "a").stdout
+    assert "staleness" not in alone and "allreduce" not in alone, "of runs without servers, nothing is said"

@@ -21,7 +21,17 @@ from shoal.cli.circumstances import Trained
 from shoal.cli.references import complete_run
 from shoal.cli.text import Screen
 from shoal.core.errors import ConfigError, RunDirError, RunNotFound
-from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, ExchangeSettled, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import (
+    AnyEvent,
+    CheckpointSaved,
+    EvalDone,
+    ExchangeSettled,
+    RunStarted,
+    ServerFacts,
+    ServersSeen,
+    StepDone,
+    WorkerSeen,
+)
 from shoal.core.settings import Setting
 from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.traffic import Account
@@ -488,3 +498,68 @@ def test_listing_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines()}
     assert "shoal.store.store" in imported
     assert not imported & {"torch", "numpy", "matplotlib", "rich.console", "pyarrow"}
+
+
+def served(run_id: str, sync: str, pace: float, created: float) -> None:
+    """A run of 200 steps on two servers, with a loss that falls the slower the larger `pace` is."""
+    shape = {"total_steps": 200, "steps_per_epoch": 10, "samples_per_epoch": 80, "batch_size": 8}
+    happened: list[AnyEvent] = [RunStarted(step=0, run_id=run_id, run_dir=None, workers=2, **shape)]
+    for step in range(1, 201):
+        happened.append(StepDone(step=step, epoch=0, loss=1 + math.exp(-step / pace), samples=8, rates=[0.1]))
+    both = [ServerFacts(number=number, shards=6, bytes=1 << 20, mirrored=6, pushes=400) for number in (0, 1)]
+    happened.append(ServersSeen(step=200, servers=both, staleness=[390, 10, 0], replaced=1))
+    config = {"sync": Setting(sync, "flag")}
+    with Store.open() as store:
+        writer = RunWriter(store, NewRun(id=run_id, name="tide", created=created, workers=2, config=config))
+        writer.begin()
+        writer.write(happened, RunEnd(status="complete", step=200, loss=1.0))
+
+
+def test_show_has_the_servers(tmp_path: Path) -> None:
+    served("tide-1", "server", 25.0, 1000.0)
+    served("tide-2", "server:mode=ssp,staleness=2", 50.0, 2000.0)
+    section = shoal("show", "tide-2").stdout.partition("\nServers\n")[2].partition("\nConfiguration")[0]
+    heads, first, second, empty, *facts = section.splitlines()
+    assert heads.split() == [
+        "server",
+        "shards",
+        "weights",
+        "copies",
+        "pushes",
+        "repeated",
+        "received",
+        "sent",
+        "applying",
+    ]
+    assert first.split() == ["0", "6", "1.0", "MiB", "6", "400", "0", "shared", "memory", "shared", "memory", "0", "s"]
+    assert second.split()[0] == "1" and empty == ""
+    told = dict(line.strip().split(maxsplit=1) for line in facts if line)
+    samples = told.pop("samples")
+    assert told == {
+        "sync": "ssp (staleness 2) on 2 servers",
+        "staleness": "gradients computed with weights that lacked 0 steps: 98%, 1: 2%",
+        "mean": "staleness  0.025 steps",
+        "replaced": "1 server that had died",
+    }
+    assert re.fullmatch(
+        r"needed (1\.9|2\.0)\d times the samples of run tide-1 \(bsp\) to reach loss 1\.\d+: "
+        "lower staleness=, or use mode=bsp",
+        samples,
+    )
+    data = json.loads(shoal("show", "tide-2", "--json").stdout)["servers"]
+    assert data["mean_staleness"] == 0.025 and data["replaced"] == 1 and len(data["servers"]) == 2
+    assert data["samples"]["run_id"] == "tide-1" and data["samples"]["ratio"] == pytest.approx(2.0, rel=0.06)
+    assert "ServersSeen" not in shoal("show", "tide-2", "--events").stdout, "they have a section of their own"
+    page = tmp_path / "page.html"
+    assert shoal("show", "tide-2", "--html", str(page)).exit_code == 0
+    assert "<h2>Servers</h2>" in page.read_text() and "times the samples of run tide-1" in page.read_text()
+
+
+def test_show_of_a_run_without_staleness_says_nothing_of_samples() -> None:
+    served("tide-1", "server", 25.0, 1000.0)
+    served("tide-2", "server", 50.0, 2000.0)
+    text = shoal("show", "tide-2").stdout
+    assert "bsp on 2 servers" in text and "times the samples" not in text
+    stored("digits-1")
+    assert "Servers" not in shoal("show", "digits-1").stdout
+    assert json.loads(shoal("show", "digits-1", "--json").stdout)["servers"] is None

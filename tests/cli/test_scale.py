@@ -141,6 +141,24 @@ def test_a_refusal_is_told_in_the_coordinators_words(folder: Path, coordinate: C
     assert str(error) == "a-1 was not changed: 9 workers were asked for; max_workers is 6"
 
 
+def test_servers_are_asked_for_too(folder: Path, coordinate: Coordinate) -> None:
+    coordinator = coordinate(lambda letter: Welcome())
+    result = shoal(str(folder), "--servers", "3")
+    assert result.exit_code == 0 and "a-1 goes on with 3 servers as soon as" in result.output
+    assert "2 workers and 1 server " in shoal(str(folder), "2", "--servers", "1").output
+    bodies = [letter.body for letter in coordinator.letters]
+    assert bodies[0] == Scale(None, 3) and bodies[-1] == Scale(2, 1)
+
+
+def test_neither_workers_nor_servers(folder: Path) -> None:
+    assert "--servers M" in str(complaint(str(folder)))
+
+
+def test_a_run_without_servers(folder: Path) -> None:
+    record(folder)
+    assert "has no servers" in str(complaint("last", "--servers", "2"))
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "5000", "many"])
 def test_a_number_that_cannot_be_is_refused_before_anybody_is_asked(folder: Path, number: str) -> None:
     assert shoal(str(folder), number).exit_code == 2

@@ -12,7 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.events import EvalDone, ExchangeSettled, Notice, RunEnded, RunStarted, StepDone
+from shoal.core.events import (
+    EvalDone,
+    ExchangeSettled,
+    Notice,
+    RunEnded,
+    RunStarted,
+    ServerFacts,
+    ServersSeen,
+    StepDone,
+)
 from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.display.display import Display
 
@@ -92,6 +101,21 @@ def test_traffic_and_how_it_is_exchanged() -> None:
     assert settled == {
         "event": "exchange_settled", "time": 3.0, "step": 1, "collective": "shm", "reason": "one host?",
         **shape, "latency": None, "codec": "none", "encoding": 0.0, "saved": 0.0, "note": "",
+    }  # fmt: skip
+
+
+def test_servers_with_all_their_fields() -> None:
+    stream = io.StringIO()
+    display = Display("json", stream=stream)
+    display(ServersSeen(step=4, time=3.0, servers=[ServerFacts(number=1, shards=2, bytes=3)], staleness=[5, 6]))
+    display.close()
+    (told,) = parsed(stream.getvalue())
+    server = {
+        "number": 1, "shards": 2, "bytes": 3, "mirrored": 0, "pushes": 0, "repeated": 0, "received": 0, "sent": 0,
+        "seconds": 0.0, "pid": 0, "host": "",
+    }  # fmt: skip
+    assert told == {
+        "event": "servers_seen", "time": 3.0, "step": 4, "servers": [server], "staleness": [5, 6], "replaced": 0,
     }  # fmt: skip
 
 

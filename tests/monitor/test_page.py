@@ -24,10 +24,14 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServerFacts,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
+from shoal.core.settings import Setting
 from shoal.core.traffic import Flow, Traffic
+from shoal.monitor.report.convergence import Cost
 from shoal.monitor.report.page import render_html
 from shoal.monitor.report.summary import Baseline, Summary
 
@@ -148,6 +152,17 @@ def good_run(steps: int = 2000) -> Summary:
     return summary
 
 
+def served_run() -> Summary:
+    """On two servers, one of which others reach over the network."""
+    summary = good_run(200)
+    near = ServerFacts(number=0, shards=6, bytes=24 << 20, mirrored=6, pushes=800, repeated=3, seconds=1.5)
+    far = ServerFacts(number=1, shards=6, bytes=24 << 20, mirrored=6, pushes=800, received=3 << 30, sent=5 << 30)
+    summary(ServersSeen(step=200, servers=[near, far], staleness=[768, 24, 8, 0, 0], replaced=1))
+    summary.config["sync"] = Setting("server:mode=ssp,staleness=4", "flag")
+    summary.cost = Cost("digits-bb22", "bsp", 0.21, 1.42, "lower staleness=, or use mode=bsp")
+    return summary
+
+
 def failed_run() -> Summary:
     clock = [BEGIN]
     summary = TimedSummary(lambda: clock[0])
@@ -230,9 +245,11 @@ def evil_run() -> Summary:
     sent = Traffic([Flow(EVIL, EVIL, EVIL, 10, 1)], 1, 1.0, 1.0)
     summary(WorkerSeen(step=1, worker=0, samples=1, seconds={"compute": 1.0}, traffic=sent))
     summary(msgspec.structs.replace(SETTLED, collective=EVIL, reason=EVIL))
+    summary(ServersSeen(step=1, servers=[ServerFacts(number=0, shards=1, bytes=1, host=EVIL)], staleness=[1]))
     summary(RunFailed(step=1, error=EVIL, traceback=EVIL))
     summary.environment, summary.git_commit, summary.version = {EVIL: EVIL}, EVIL, EVIL
     summary.baseline, summary.resume_command = Baseline(EVIL, 1, 1.0), EVIL
+    summary.cost = Cost(EVIL, EVIL, 1.0, 2.0, EVIL)
     return summary
 
 
@@ -261,6 +278,9 @@ def largest_page() -> str:
         summary(msgspec.structs.replace(seen(worker, 5000), traffic=Traffic(odd, 10**9, 1e4, 1e3)))
     shape: dict[str, Any] = {"hosts": list(range(500)), "latency": 1e-5, "bandwidth": 1e9, "buckets": [1 << 20] * 5000}
     summary(ExchangeSettled(step=20, collective=quotes, reason=quotes, **shape))
+    many = [ServerFacts(number=n, shards=10**9, bytes=10**15, pushes=10**12, received=10**15) for n in range(64)]
+    summary(ServersSeen(step=5000, servers=many, staleness=[10**9] * 1000, replaced=10**9))
+    summary.cost = Cost(quotes, "allreduce", 1e-300, 1e9, "lower staleness=, or use mode=bsp")
     summary(RunFailed(step=5000, error=quotes, traceback=quotes * 100))
     summary.environment = {f"{quotes}{n}": quotes for n in range(300)}
     summary.git_commit = summary.version = summary.resume_command = quotes
@@ -269,6 +289,7 @@ def largest_page() -> str:
 
 RUNS = {
     "good": good_run,
+    "served": served_run,
     "failed": failed_run,
     "one step": one_step,
     "resumed": resumed_run,
@@ -320,6 +341,22 @@ def test_a_page_is_well_formed_and_complete_in_itself(name: str) -> None:
     assert "default-src 'none'" in page and not re.search(r"url\(|@import|https?:", page)
     assert not re.search(r"\bnan\b|\binf\b", re.sub(r"<[^>]*>", "", page.replace("NaN", ""))) or name == "never finite"
     page.encode("utf-8")
+
+
+def test_servers_have_a_part_of_the_page() -> None:
+    page = render_html(served_run())
+    section = page.partition("<h2>Servers</h2>")[2].partition("</section>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", section)
+    assert cells[:9] == ["0", "6", "24.0 MiB", "6", "800", "3", "shared memory", "shared memory", "1.5 s"]
+    assert cells[9:18] == ["1", "6", "24.0 MiB", "6", "800", "0", "3.0 GiB", "5.0 GiB", "0 s"]
+    bars = re.findall(r"<span>([^<]*)</span><svg.*?</svg><span>([^<]*)</span>", section)
+    assert bars == [("0", "96%"), ("1", "3%"), ("2", "1%")]
+    assert {"ssp (staleness 4) on 2 servers", "0.05 steps", "1 server that had died"} <= set(cells)
+    told = (
+        "needed 1.42 times the samples of run digits-bb22 (bsp) to reach loss 0.21: lower staleness=, or use mode=bsp"
+    )
+    assert told in cells and f"It {told}." in Tags(page).text
+    assert "<h2>Servers</h2>" not in render_html(good_run(20))
 
 
 def test_what_came_from_the_run_is_text() -> None:

@@ -20,12 +20,15 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServerFacts,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
 from shoal.core.traffic import Flow, Traffic
 from shoal.monitor.report import terminal
 from shoal.monitor.report.advice import advice
+from shoal.monitor.report.convergence import Cost
 from shoal.monitor.report.summary import PARTS, Baseline, Summary
 from shoal.monitor.report.terminal import cells_of, print_report
 
@@ -128,6 +131,28 @@ def test_where_nothing_was_measured_only_the_choice_is_said() -> None:
     shape: dict[str, Any] = {"hosts": [0, 0], "latency": 0.0, "bandwidth": 0.0, "buckets": []}
     summary(ExchangeSettled(step=3, collective="shm", reason="one host", **shape))
     assert re.search(r"^Exchange .* · shared memory; one host$", shown(summary, width=140), re.MULTILINE)
+
+
+def test_servers_are_told_of_and_what_staleness_cost() -> None:
+    summary = run()
+    assert "Servers" not in shown(summary) and "Samples" not in shown(summary)
+    both = [ServerFacts(number=number, shards=6, bytes=1, pushes=9) for number in (0, 1)]
+    summary(ServersSeen(step=100, servers=both, staleness=[96, 3, 1, 0], replaced=1))
+    summary.cost = Cost("a-0", "bsp", 2.1, 1.05, "lower staleness=")
+    text = shown(summary, width=200)
+    assert re.search(
+        "^Servers +2 servers, gradients lacked 0.05 steps on average, 1 replaced · gradients computed with weights "
+        "that lacked 0 steps: 96%, 1: 3%, 2: 1%$",
+        text,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^Samples +needed 1.05 times the samples of run a-0 \(bsp\) to reach loss 2.1$", text, re.MULTILINE
+    )
+    summary.cost = Cost("a-0", "bsp", 2.1, 1.5, "lower staleness=")
+    text = shown(summary, width=200)
+    assert re.search("^Advice +It needed 1.50 times .*: lower staleness=.$", text, re.MULTILINE)
+    assert "Samples" not in text, "it is said once"
 
 
 def test_one_worker_and_old_runs_say_nothing_of_exchange() -> None:

@@ -21,6 +21,8 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServerFacts,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -410,3 +412,22 @@ def test_settings_in_either_form() -> None:
 def test_a_long_text_keeps_its_beginning_and_more_of_its_end() -> None:
     text = shortened("a" * 100 + "b" * 100, 40)
     assert text.startswith("a" * 10 + "\n…") and text.endswith("…\n" + "b" * 30) and "160 characters" in text
+
+
+def test_what_servers_told_last_is_kept_until_the_next_start() -> None:
+    summary, _ = listening()
+    summary(started())
+    seen = ServersSeen(step=5, servers=[ServerFacts(number=0, shards=1, bytes=2)], staleness=[3])
+    summary(msgspec.structs.replace(seen, replaced=1))
+    summary(seen)
+    assert summary.servers is not None and summary.servers.replaced == 0 and summary.servers.staleness == [3]
+    summary(started(5))
+    assert summary.servers is None
+
+
+def test_a_stored_run_has_its_servers() -> None:
+    seen = ServersSeen(step=10, time=BEGIN + 10, servers=[ServerFacts(number=0, shards=1, bytes=2)], staleness=[3])
+    data = {key: value for key, value in msgspec.to_builtins(seen).items() if key not in ("type", "step", "time")}
+    rows = [EventRow(BEGIN + 10, 10, "ServersSeen", data)]
+    summary = Summary.from_store(info(), stored_steps(), rows, [], [])
+    assert summary.servers == seen

@@ -19,6 +19,8 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServerFacts,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -117,6 +119,26 @@ class TestWhatARunTold:
         assert (checkpoint.step, checkpoint.path, checkpoint.best) == (2, "/runs/1/2", True)
         workers = [(row.worker, row.samples, row.seconds, row.bytes_sent) for row in store.workers("r1")]
         assert workers == [(0, 4, {"compute": 1.5}, 10), (1, 4, {"compute": 1.5}, 30)]
+
+    def test_of_servers_only_the_newest_is_kept(self, store: Store) -> None:
+        def told(pushes: int) -> ServersSeen:
+            facts = ServerFacts(number=0, shards=6, bytes=10, pushes=pushes)
+            return ServersSeen(step=pushes, servers=[facts], staleness=[pushes, 1], replaced=1)
+
+        def rows() -> list[tuple[int, int]]:
+            kept = [row for row in store.events("r1") if row.kind == "ServersSeen"]
+            return [(row.step, row.data["servers"][0]["pushes"]) for row in kept]
+
+        writer = write(store, new_run(), started(), told(1), told(2), step(3), told(3))
+        assert rows() == [(3, 3)]
+        assert store.events("r1")[-1].data["staleness"] == [3, 1] and store.events("r1")[-1].data["replaced"] == 1
+        writer.write(happened(step(4), told(4), told(4)))
+        assert rows() == [(4, 4)]
+        write(store, new_run("r2"), started(run_id="r2"), told(9))
+        writer.write(happened(Notice(step=4, text="kept"), started(4), at=6000.0))
+        assert rows() == [], "a new start has not told of its servers yet"
+        assert [row.kind for row in store.events("r2")] == ["RunStarted", "ServersSeen"]
+        assert [row.kind for row in store.events("r1")] == ["RunStarted", "Notice", "RunStarted"]
 
     def test_numbers_that_are_not_finite_survive(self, store: Store) -> None:
         values = [NAN, INF, -INF, 1e308, 5e-324, 0.1]

@@ -16,9 +16,11 @@ from shoal.cli.plot import curve_of, draw
 from shoal.cli.references import AsJson, Runs, open_store
 from shoal.cli.text import Column, Screen, grid, shown_value
 from shoal.core.errors import ConfigError
+from shoal.monitor.servers import mean_staleness, stored_servers, sync_words
 from shoal.monitor.wording import NOTHING, clean, duration, figure, one_line, size, span
 
 if TYPE_CHECKING:
+    from shoal.core.events import ServersSeen
     from shoal.core.traffic import Traffic
     from shoal.store.store import Store
     from shoal.store.values import RunInfo
@@ -62,14 +64,16 @@ def compare(
     with open_store() as store:
         found = [store.find(ref) for ref in runs]
         around = [circumstances(store, run) for run in found]
+        seen = [stored_servers(store.events(run.id)) for run in found]
         curves = [curve_of(store, run, metric) for run in found] if plot is not None else []
         if curves and not any(curve.y or curve.evaluations for curve in curves):
             raise ConfigError(_no_such_metric(store, found, metric))
     if as_json:
         differences = differing_circumstances(found, around)
-        write_json({"runs": found, "config": differing(found), "differences": differences, "figures": figures(found)})
+        told = {"runs": found, "config": differing(found), "differences": differences}
+        write_json({**told, "figures": figures(found, seen)})
     else:
-        write(render(found, around, Screen.now()))
+        write(render(found, around, Screen.now(), seen))
     if plot is not None:
         write_file(plot, lambda path: draw(curves, found, metric, path), force=force)
         typer.echo(f"Wrote {plot}", err=as_json)
@@ -103,7 +107,7 @@ def differing_circumstances(
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
-def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
+def figures(runs: Sequence[RunInfo], seen: Sequence[ServersSeen | None]) -> dict[str, list[float | None]]:
     """What came of the runs, by name: the loss, every metric, and what it took."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     accounts = [run.traffic if run.traffic.flows else None for run in runs]
@@ -115,6 +119,7 @@ def figures(runs: Sequence[RunInfo]) -> dict[str, list[float | None]]:
         "samples/s": [speed(run) for run in runs],
         "bytes sent": [run.bytes_sent for run in runs],
         **(_times(accounts) if any(accounts) else {}),
+        **({"mean staleness": [None if one is None else mean_staleness(one) for one in seen]} if any(seen) else {}),
         "workers": [run.workers for run in runs],
     }
 
@@ -127,14 +132,23 @@ def _times(accounts: Sequence[Traffic | None]) -> dict[str, list[float | None]]:
     }
 
 
-def render(runs: Sequence[RunInfo], around: Sequence[Mapping[str, str]], screen: Screen) -> str:
-    """The whole comparison as text."""
+def render(
+    runs: Sequence[RunInfo],
+    around: Sequence[Mapping[str, str]],
+    screen: Screen,
+    seen: Sequence[ServersSeen | None] = (),
+) -> str:
+    """The whole comparison as text. Where a run has servers, it is said of each how its workers agreed."""
+    agreed = [[sync_words(run.config)] if any(seen) else [] for run in runs]
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
     parts = [
         f"{screen.heading('Runs')}\n",
         _table(
             letters,
-            [[one_line(run.id), screen.status(run.status), one_line(",".join(run.tags))] for run in runs],
+            [
+                [one_line(run.id), screen.status(run.status), *words, one_line(",".join(run.tags))]
+                for run, words in zip(runs, agreed, strict=True)
+            ],
             screen,
         ),
     ]
@@ -152,7 +166,7 @@ def render(runs: Sequence[RunInfo], around: Sequence[Mapping[str, str]], screen:
         parts += [f"\n{screen.heading(title)}\n", _table_of_rows(rows, letters, screen)]
     if not settings and not others:
         parts.append("\nNothing that Shoal knows of differs.\n")
-    rows = [[one_line(name), *_side_by_side(name, row, screen)] for name, row in figures(runs).items()]
+    rows = [[one_line(name), *_side_by_side(name, row, screen)] for name, row in figures(runs, seen).items()]
     parts += [f"\n{screen.heading('Figures')}\n", _table_of_rows(rows, letters, screen)]
     return "".join(parts)
 

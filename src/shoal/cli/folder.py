@@ -26,7 +26,7 @@ _SINGLE_FILES = ("report.html", ".report.html.new", "run.new", "run.json", _LOCK
 _CHECKPOINT = re.compile(r"step-\d{9,}")
 _UNFINISHED = re.compile(r"\.(writing|replaced|removing)-(\.\w+-)*step-\d{9,}")
 _NOTES = ("best.json", ".writing-best.json")
-_LOG = re.compile(r"worker-\d{1,9}\.(out|err)")
+_LOG = re.compile(r"(?:worker|server)-\d{1,9}\.(out|err)")
 _DYING_SECONDS = 1.0
 """How long the workers of a killed run may take to be gone: they hold its lock."""
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,11 +16,22 @@ from shoal.cli.pace import samples_done, speed
 from shoal.cli.references import AsJson, Run, open_store
 from shoal.cli.text import Column, Screen, ago, grid, shown_value
 from shoal.core.settings import DEFAULT
+from shoal.monitor.report.convergence import Cost, find_cost
 from shoal.monitor.resuming import stored_resume_command
+from shoal.monitor.servers import (
+    SERVER_TITLES,
+    mean_staleness,
+    on_one_host,
+    server_facts,
+    server_rows,
+    stored_servers,
+    sync_words,
+)
 from shoal.monitor.traffic import TITLES, Account, exchange_facts, flow_rows, stored_account
 from shoal.monitor.wording import clean, counted, duration, environment_words, figure, moment, percent, size
 
 if TYPE_CHECKING:
+    from shoal.core.events import ServersSeen
     from shoal.store.store import Store
     from shoal.store.values import CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
 
@@ -65,14 +76,18 @@ def show(
         checkpoints, workers = store.checkpoints(info.id), store.workers(info.id)
         happened = store.events(info.id)
         steps = [] if as_json else store.steps(info.id, most=8 * _curve_width(screen))
-    account = stored_account(info, workers, happened)
+        cost = find_cost(store, info)
+    account, seen = stored_account(info, workers, happened), stored_servers(happened)
     if as_json:
-        told = {"run": info, "traffic": account.figures(), "checkpoints": checkpoints, "workers": workers}
+        told = {"run": info, "traffic": account.figures(), "servers": _servers_as_data(seen, cost)}
+        told |= {"checkpoints": checkpoints, "workers": workers}
         write_json({**told, "events": happened} if events else told)
     else:
         what = trained(happened, steps)
-        listed = happened if events else []
-        write(_run_as_text(info, what, steps, workers, account, checkpoints, listed, screen, defaults=config))
+        listed = [event for event in happened if event.kind != "ServersSeen"] if events else []  # they have a section
+        rest = checkpoints, listed, screen
+        served = _servers(info, seen, cost, screen)
+        write(_run_as_text(info, what, steps, workers, account, *rest, defaults=config, servers=served))
 
 
 def run_as_page(store: Store, run: RunInfo) -> str:
@@ -82,7 +97,9 @@ def run_as_page(store: Store, run: RunInfo) -> str:
 
     steps = store.steps(run.id, most=_STEPS_OF_A_PAGE)
     others = store.events(run.id), store.checkpoints(run.id), store.workers(run.id)
-    return render_html(Summary.from_store(run, steps, *others))
+    summary = Summary.from_store(run, steps, *others)
+    summary.cost = find_cost(store, run)
+    return render_html(summary)
 
 
 def _run_as_text(
@@ -96,12 +113,14 @@ def _run_as_text(
     screen: Screen,
     *,
     defaults: bool,
+    servers: str = "",
 ) -> str:
     sections = [
         ("", _figures(run, what, screen)),
         ("Loss", _loss_curve([step.loss for step in steps], screen)),
         ("Where time went", _workers(workers, screen)),
         ("Traffic", _traffic(account, screen)),
+        ("Servers", servers),
         (_config_title(run, defaults), _config(run, defaults, screen)),
         ("Environment", _facts(environment_words(run.environment), screen)),
         ("What it left", _facts(_left(run, checkpoints), screen)),
@@ -183,6 +202,27 @@ def _traffic(account: Account, screen: Screen) -> str:
     columns = zip(TITLES, zip(*flow_rows(account), strict=True), (0, 2, 1, 0, 3, 1), strict=True)
     table = [Column(title, cells, rank, right=place > 2) for place, (title, cells, rank) in enumerate(columns)]
     return f"{grid(table, screen, indent='  ')}\n{_facts(exchange_facts(account), screen)}"
+
+
+def _servers(run: RunInfo, seen: ServersSeen | None, cost: Cost | None, screen: Screen) -> str:
+    """Nothing for a run without servers."""
+    if seen is None and cost is None:
+        return ""
+    facts = [("sync", sync_words(run.config)), *(server_facts(seen) if seen else [])]
+    facts.append(("samples", cost.words if cost else ""))
+    if seen is None or not seen.servers:
+        return _facts(facts, screen)
+    rows = server_rows(seen, near=on_one_host(run.config))
+    columns = zip(SERVER_TITLES, zip(*rows, strict=True), (0, 0, 1, 3, 1, 2, 4, 4, 2), strict=True)
+    table = [Column(title, cells, rank, right=True) for title, cells, rank in columns]
+    return f"{grid(table, screen, indent='  ')}\n{_facts(facts, screen)}"
+
+
+def _servers_as_data(seen: ServersSeen | None, cost: Cost | None) -> dict[str, Any] | None:
+    if seen is None and cost is None:
+        return None
+    told = {"servers": seen.servers, "staleness": seen.staleness, "replaced": seen.replaced} if seen else {}
+    return {**told, "mean_staleness": mean_staleness(seen) if seen else None, "samples": cost}
 
 
 def _left(run: RunInfo, checkpoints: Sequence[CheckpointRow]) -> list[tuple[str, str]]:

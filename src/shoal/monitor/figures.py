@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, EvalDone, RunStarted, ServersSeen, StepDone, WorkerSeen
+from shoal.monitor.servers import mean_staleness
 
 FIRST_STEPS = 100
 """So many steps are logged one by one, however fast they are."""
@@ -16,7 +17,7 @@ STEP_SECONDS = 0.1
 SPEED_SECONDS = 1.0
 """Samples per second are averaged over at least so long."""
 WORKER_SECONDS = 10.0
-"""Between two points of one worker."""
+"""Between two points of one worker, and of the servers."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -93,6 +94,8 @@ class Figures:
         self._new_speed: float | None = None
         self._workers: dict[int, WorkerSeen] = {}
         self._workers_logged: dict[int, float] = {}
+        self._servers: ServersSeen | None = None
+        self._servers_logged = -WORKER_SECONDS
 
     def take(self, event: AnyEvent) -> list[Point]:
         """The points that are due with this event."""
@@ -100,6 +103,8 @@ class Figures:
             return self._take_step(event)
         if isinstance(event, WorkerSeen):
             return self._take_worker(event)
+        if isinstance(event, ServersSeen):
+            return self._take_servers(event)
         if isinstance(event, EvalDone):
             return [Point(event.step, event.time, {f"eval/{name}": value for name, value in event.metrics.items()})]
         return []
@@ -113,7 +118,8 @@ class Figures:
         if self._last is not None:
             points.append(self._point(self._last, self._now))
         points += [self._worker_point(seen) for seen in self._workers.values()]
-        self._workers = {}
+        points += [] if self._servers is None else [_servers_point(self._servers)]
+        self._workers, self._servers = {}, None
         return points
 
     def _take_step(self, done: StepDone) -> list[Point]:
@@ -161,3 +167,19 @@ class Figures:
         values = {part: seconds / total for part, seconds in seen.seconds.items()} if total > 0 else {}
         values |= {"memory_bytes": float(seen.memory), "bytes_sent": float(seen.bytes_sent)}
         return Point(seen.step, seen.time, {f"worker-{seen.worker}/{name}": value for name, value in values.items()})
+
+    def _take_servers(self, seen: ServersSeen) -> list[Point]:
+        if 0 <= seen.time - self._servers_logged < WORKER_SECONDS:
+            self._servers = seen
+            return []
+        self._servers, self._servers_logged = None, seen.time
+        return [_servers_point(seen)]
+
+
+def _servers_point(seen: ServersSeen) -> Point:
+    mean = mean_staleness(seen)
+    values = {"servers/replaced": float(seen.replaced)} | ({} if mean is None else {"servers/mean_staleness": mean})
+    for facts in seen.servers:
+        told = {"pushes": facts.pushes, "apply_seconds": facts.seconds, "bytes_received": facts.received}
+        values |= {f"server-{facts.number}/{name}": float(value) for name, value in told.items()}
+    return Point(seen.step, seen.time, values)

@@ -22,6 +22,7 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -29,6 +30,7 @@ from shoal.core.traffic import together
 from shoal.monitor.exposition import CONTENT_TYPE, Family, render
 from shoal.monitor.figures import Speed
 from shoal.monitor.scrape import Reply, ScrapeServer
+from shoal.monitor.servers import mean_staleness
 from shoal.monitor.tracking import print_line
 
 _MOST_KEY = 1024
@@ -155,6 +157,7 @@ class Page:
         self._speed = Speed()
         self._eval: dict[str, float] = {}
         self._workers: dict[int, WorkerSeen] = {}
+        self._servers: ServersSeen | None = None
         self._checkpoint: int | None = None
 
     def take(self, event: AnyEvent) -> None:
@@ -174,6 +177,8 @@ class Page:
             self._eval = dict(event.metrics)
         elif isinstance(event, WorkerSeen):
             self._workers[event.worker] = event
+        elif isinstance(event, ServersSeen):
+            self._servers = event
         elif isinstance(event, CheckpointSaved):
             self._checkpoint = event.step
         elif isinstance(event, RunEnded | RunFailed):
@@ -181,7 +186,8 @@ class Page:
 
     def render(self) -> str:
         with self._lock:
-            families = [*self._run(), *self._training(), *self._of_workers(), *self._traffic()]
+            told = [self._run(), self._training(), self._of_workers(), self._traffic(), self._of_servers()]
+            families = [family for part in told for family in part]
         return render(families)
 
     def _run(self) -> list[Family]:
@@ -245,6 +251,30 @@ class Page:
             exchange.add(account.exchange, worker=str(worker))
             exposed.add(account.exposed, worker=str(worker))
         return [sent, messages, operations, exchange, exposed]
+
+    def _of_servers(self) -> list[Family]:
+        shards = Family("shoal_server_shards", "gauge", "Shards that a server holds.")
+        pushes = Family("shoal_server_pushes_total", "counter", "Gradients that a server was given.")
+        repeated = Family("shoal_server_repeated_pushes_total", "counter", "Of these, those that had come before.")
+        received = Family("shoal_server_received_bytes_total", "counter", "Over the network, without shared memory.")
+        sent = Family("shoal_server_sent_bytes_total", "counter", "Over the network, without shared memory.")
+        seconds = Family("shoal_server_apply_seconds_total", "counter", "Seconds spent applying steps.")
+        replaced = Family("shoal_servers_replaced_total", "counter", "Servers that took the place of a dead one.")
+        staleness = Family("shoal_staleness_steps", "gauge", "Steps that weights lacked for a gradient, the mean.")
+        for facts in self._servers.servers if self._servers is not None else []:
+            server = str(facts.number)
+            shards.add(facts.shards, server=server)
+            pushes.add(facts.pushes, server=server)
+            repeated.add(facts.repeated, server=server)
+            received.add(facts.received, server=server)
+            sent.add(facts.sent, server=server)
+            seconds.add(facts.seconds, server=server)
+        if self._servers is not None:
+            replaced.add(self._servers.replaced)
+            mean = mean_staleness(self._servers)
+            if mean is not None:
+                staleness.add(mean)
+        return [shards, pushes, repeated, received, sent, seconds, replaced, staleness]
 
 
 def _version() -> str:

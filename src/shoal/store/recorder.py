@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from shoal.core.errors import StoreError
-from shoal.core.events import AnyEvent, CheckpointSaved, Preparing, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, CheckpointSaved, Preparing, ServersSeen, StepDone, WorkerSeen
 from shoal.store.environment import environment, git_state
 from shoal.store.home import NO_STORE, store_url
 from shoal.store.liveness import this_process
@@ -207,7 +207,7 @@ class _Waiting:
         surplus = len(self._events) - MOST_WAITING * 9 // 10
         kept = []
         for event in self._events:
-            if surplus > 0 and isinstance(event, StepDone | WorkerSeen):
+            if surplus > 0 and isinstance(event, StepDone | WorkerSeen | ServersSeen):
                 surplus -= 1
                 self.dropped += isinstance(event, StepDone)
             else:

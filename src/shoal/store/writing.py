@@ -20,6 +20,7 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -204,13 +205,14 @@ def _resume(connection: Connection, key: int, new: NewRun) -> None:
 
 
 def _start(connection: Connection, key: int, event: RunStarted) -> None:
-    """Take back what the run does again, and what workers told of themselves before."""
+    """Take back what the run does again, and what workers and servers told of themselves before."""
     events, workers = schema.events.c, schema.workers.c
     for table in (schema.steps, schema.flows):
         connection.execute(delete(table).where(table.c.run == key, table.c.step > event.step))
     again = (events.run == key, events.kind.in_(_MEASURED), events.step > event.step)
     connection.execute(delete(schema.events).where(*again))
     connection.execute(delete(schema.workers).where(workers.run == key))
+    _forget_servers(connection, key)
     connection.execute(
         update(schema.runs)
         .where(schema.runs.c.key == key)
@@ -250,14 +252,23 @@ def _ending(end: RunEnd, bytes_sent: int, before: _Sums) -> dict[str, Any]:
     }
 
 
-def _add_events(connection: Connection, key: int, part: Iterable[AnyEvent]) -> None:
+def _add_events(connection: Connection, key: int, part: Sequence[AnyEvent]) -> None:
+    """What servers told takes the place of what they told before: a run has one such row."""
+    newest = next((event for event in reversed(part) if isinstance(event, ServersSeen)), None)
+    if newest is not None:
+        _forget_servers(connection, key)
     rows = [
         {"run": key, "time": event.time, "step": event.step, "kind": type(event).__name__, "data": _data(event)}
         for event in part
-        if not isinstance(event, StepDone | WorkerSeen | Preparing)
+        if not isinstance(event, StepDone | WorkerSeen | ServersSeen | Preparing) or event is newest
     ]
     if rows:
         connection.execute(insert(schema.events), rows)
+
+
+def _forget_servers(connection: Connection, key: int) -> None:
+    events = schema.events.c
+    connection.execute(delete(schema.events).where(events.run == key, events.kind == ServersSeen.__name__))
 
 
 def _data(event: AnyEvent) -> dict[str, Any]:

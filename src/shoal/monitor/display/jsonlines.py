@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from shoal.core.events import AnyEvent, Event, StepDone, WorkerSeen
+from shoal.core.events import AnyEvent, Event, ServersSeen, StepDone, WorkerSeen
 from shoal.monitor.display.outlet import put
 
 _FLUSH_SECONDS = 0.2
@@ -45,7 +45,7 @@ class JsonView:
             name = self._names[kind] = _WORD.sub("_", kind.__name__).lower()
         fields = msgspec.structs.asdict(event)
         moment = fields.pop("time")
-        self._hold({"event": name, "time": moment, **fields}, soon=kind not in (StepDone, WorkerSeen))
+        self._hold({"event": name, "time": moment, **fields}, soon=kind not in (StepDone, WorkerSeen, ServersSeen))
 
     def tick(self) -> None:
         if self._held and self._clock() - self._flushed >= _FLUSH_SECONDS:

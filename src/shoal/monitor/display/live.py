@@ -96,6 +96,8 @@ def run_lines(tally: Tally, width: int, *, verbose: bool, ascii_only: bool) -> I
             yield Text.assemble(("folder ", "dim"), one_line(tally.run.run_dir))
         if verbose and tally.settled is not None:
             yield Text(phrases.settled(tally.settled), style="dim")
+        if verbose and tally.servers is not None:
+            yield Text(phrases.served(tally.servers), style="dim")
     if tally.preparing is not None:
         yield _preparing(tally.preparing, tally.elapsed_preparing, width, ascii_only)
 

@@ -74,6 +74,8 @@ def page(tally: Tally, said: list[str], *, verbose: bool) -> str:
         parts.append(_preparing(tally.preparing))
     if verbose and tally.settled is not None:
         parts.append(f"<div>{escape(phrases.settled(tally.settled))}</div>")
+    if verbose and tally.servers is not None:
+        parts.append(f"<div>{escape(phrases.served(tally.servers))}</div>")
     if verbose and tally.workers:
         parts.append(_workers(tally))
     parts += [f'<div style="white-space:pre-wrap">{escape(text)}</div>' for text in said]

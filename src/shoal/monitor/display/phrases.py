@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from shoal.core.events import EvalDone, ExchangeSettled, Preparing, RunEnded, RunStarted
+from shoal.core.events import EvalDone, ExchangeSettled, Preparing, RunEnded, RunStarted, ServersSeen
 from shoal.monitor.display.tally import Shares, Tally, WorkerTally
+from shoal.monitor.servers import servers_words
 from shoal.monitor.traffic import settled_words
 from shoal.monitor.wording import counted, one_line, percent, size
 
@@ -40,6 +41,10 @@ def evaluated(event: EvalDone, total: int) -> str:
 
 def settled(event: ExchangeSettled) -> str:
     return f"exchange: {settled_words(event)}"
+
+
+def served(event: ServersSeen) -> str:
+    return f"servers: {servers_words(event)}"
 
 
 def ended(event: RunEnded, total: int) -> str:

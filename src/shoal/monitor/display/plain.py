@@ -13,6 +13,7 @@ from shoal.core.events import (
     Preparing,
     RunEnded,
     RunStarted,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -50,7 +51,7 @@ class QuietView:
 
 
 class PlainView(QuietView):
-    """A line every five seconds; `verbose` adds one per worker to it."""
+    """A line every five seconds; `verbose` adds one per worker to it, and one for the servers if there are any."""
 
     def __init__(self, stream: TextIO | None, *, verbose: bool, clock: Callable[[], float]) -> None:
         super().__init__(stream)
@@ -59,6 +60,7 @@ class PlainView(QuietView):
         self._printed = self._began = clock()
         self._total = self._step = self._samples = 0
         self._workers: dict[int, WorkerTally] = {}
+        self._servers: ServersSeen | None = None
         self._preparing: Preparing | None = None
         self._prepare_at = 0.0
         self._told_of_it = False
@@ -69,6 +71,8 @@ class PlainView(QuietView):
         elif isinstance(event, WorkerSeen):
             if self._verbose:
                 self._workers.setdefault(event.worker, WorkerTally(self._began)).see(event, self._clock())
+        elif isinstance(event, ServersSeen):
+            self._servers = event
         elif isinstance(event, RunStarted):
             self._on_start(event)
         elif isinstance(event, EvalDone):
@@ -87,7 +91,7 @@ class PlainView(QuietView):
     def _on_start(self, event: RunStarted) -> None:
         self._preparing = None
         self._total, self._step, self._samples = event.total_steps, event.step, 0
-        self._workers = {}
+        self._workers, self._servers = {}, None
         self._printed = self._began = self._clock()
         self.say(phrases.started(event))
 
@@ -107,6 +111,8 @@ class PlainView(QuietView):
         )
         for number, worker in sorted(self._workers.items()):
             self.say(phrases.joined(phrases.worker_items(number, worker)))
+        if self._verbose and self._servers is not None:
+            self.say(phrases.served(self._servers))
         self._printed, self._samples, self._step = now, 0, event.step
 
     def _on_preparing(self, event: Preparing) -> None:

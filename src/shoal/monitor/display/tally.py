@@ -15,6 +15,7 @@ from shoal.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    ServersSeen,
     StepDone,
     WorkerSeen,
 )
@@ -109,6 +110,7 @@ class Tally:
         self.last: StepDone | None = None
         self.evaluation: EvalDone | None = None
         self.settled: ExchangeSettled | None = None
+        self.servers: ServersSeen | None = None
         self.end: RunEnded | RunFailed | None = None
         self.workers: dict[int, WorkerTally] = {}
         self.began = now
@@ -134,6 +136,8 @@ class Tally:
             self.evaluation = event
         elif isinstance(event, ExchangeSettled):
             self.settled = event
+        elif isinstance(event, ServersSeen):
+            self.servers = event
         elif isinstance(event, RunEnded | RunFailed):
             self._on_end(event)
 

@@ -17,8 +17,9 @@ EFFICIENCY = 0.5
 
 
 def advice(summary: Summary) -> str:
-    """What to change first, or nothing. A loss that is not finite comes first, then what costs most time."""
-    broken = _not_finite(summary)
+    """What to change first, or nothing. A loss that is not finite comes first, then stale gradients that cost many
+    samples, then what costs most time."""
+    broken = _not_finite(summary) or _too_stale(summary)
     if broken or summary.wall_seconds < LEAST_SECONDS:
         return broken
     costs = [cost for cost in _costs(summary) if cost[1]]
@@ -36,6 +37,10 @@ def _not_finite(summary: Summary) -> str:
         f"The loss was not finite in {steps}, the first of them step {loss.first_not_finite:,}: lower the learning "
         "rate, set clip=, or look at the samples of that step."
     )
+
+
+def _too_stale(summary: Summary) -> str:
+    return f"It {summary.cost.words}." if summary.cost is not None and summary.cost.is_large else ""
 
 
 def _costs(summary: Summary) -> list[tuple[float, str]]:

@@ -10,6 +10,7 @@ from shoal.monitor.report.advice import advice
 from shoal.monitor.report.charts import MOST_DRAWN, Line, escape, line_chart, stacked_bar
 from shoal.monitor.report.moments import Moment
 from shoal.monitor.report.series import Series
+from shoal.monitor.report.served import NOTE, servers_body
 from shoal.monitor.report.style import STYLE
 from shoal.monitor.report.summary import PARTS, Summary, shortened
 from shoal.monitor.report.tables import MOST_VALUE, columns_table, cut, settings_table, table, within
@@ -43,6 +44,7 @@ def render_html(summary: Summary) -> str:
             _where_time_went(summary),
             _two(_memory(summary) + _bytes(summary)) if summary.workers else "",
             _traffic(summary),
+            _servers(summary),
             f'<div class="two top"><div class="stack">{_resume(summary)}{_facts(summary)}{_environment(summary)}</div>'
             f'<div class="stack">{_configuration(summary)}</div></div>',
             _events(summary),
@@ -280,6 +282,11 @@ def _traffic(summary: Summary) -> str:
         "counts each moment once; exposed is what was not hidden behind compute. Times per step are means over workers."
     )
     return _section("Traffic", f'<div class="two traffic"><div class="wide">{sent}</div><div>{told}</div></div>', note)
+
+
+def _servers(summary: Summary) -> str:
+    body = servers_body(summary)
+    return _section("Servers", body, NOTE) if body else ""
 
 
 def _plain_bars(amounts: dict[int, int]) -> str:

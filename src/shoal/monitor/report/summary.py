@@ -12,6 +12,7 @@ import msgspec
 from shoal.core import events as ev
 from shoal.core.settings import SCRIPT, Setting
 from shoal.core.traffic import Traffic, together
+from shoal.monitor.report.convergence import Cost
 from shoal.monitor.report.moments import Kept, Moment
 from shoal.monitor.report.replay import replayed
 from shoal.monitor.report.series import Series
@@ -44,13 +45,14 @@ class Summary:
     """A listener: give it events in order, from one thread; read it at any time from the same thread.
 
     A `RunStarted` of another run begins anew; one of the same run is a resume. The owner may set what events do not
-    tell: `environment`, `git_commit`, `baseline`, `resume_command`, `version`; these stay until the owner changes them.
+    tell: `environment`, `git_commit`, `baseline`, `cost`, `resume_command`, `version`; they stay until it changes them.
     """
 
     def __init__(self) -> None:
         self.environment: dict[str, Any] = {}
         self.git_commit: str | None = None
         self.baseline: Baseline | None = None
+        self.cost: Cost | None = None
         self.resume_command: str | None = None
         self.version = ""
         self.recorded = True
@@ -79,6 +81,7 @@ class Summary:
         """Bytes by worker, since the last start."""
         self._stored_traffic = self._traffic_before = Traffic()
         self.settled: ev.ExchangeSettled | None = None
+        self.servers: ev.ServersSeen | None = None
         self.exchange, self.exposed = Series(), Series()
         """Milliseconds of worker 0 in each step."""
         self.loss, self.rate, self.norm, self.throughput = Series(), Series(), Series(), Series()
@@ -100,6 +103,8 @@ class Summary:
             self._step_done(event, when)
         elif isinstance(event, ev.WorkerSeen):
             self._worker_seen(event)
+        elif isinstance(event, ev.ServersSeen):
+            self.servers = event
         elif isinstance(event, ev.RunStarted):
             self._started(event, when)
         elif isinstance(event, ev.EvalDone):
@@ -140,7 +145,7 @@ class Summary:
         self._timed_steps, self._timed_samples, self._timed_seconds = 0, 0, 0.0
         self.workers.clear()
         self.sent.clear()
-        self.settled = None
+        self.settled = self.servers = None
         if again or event.step:
             self._count("resume", event.step, when, f"went on with {counted(event.workers, 'worker')}")
         else:

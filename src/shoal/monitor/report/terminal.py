@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from shoal.core.events import ServersSeen
 from shoal.monitor.display.outlet import in_notebook
 from shoal.monitor.report.advice import advice
 from shoal.monitor.report.summary import PARTS, Summary
 from shoal.monitor.report.words import balance_words, memory_words, outcome_words
+from shoal.monitor.servers import servers_words, staleness_words
 from shoal.monitor.traffic import exchange_words, sent_words
 from shoal.monitor.wording import clean, counted, duration, figure, one_line, percent, size, times
 from shoal.store.values import COMPLETE, FAILED, RUNNING, STOPPED
@@ -78,9 +80,13 @@ def _lines(summary: Summary, signs: dict[str, str], room: int) -> Iterator[tuple
         yield "Exchange", Text(_one_line(words))
     if summary.workers:
         yield "Workers", Text(_workers(summary))
+    if summary.servers is not None:
+        yield "Servers", Text(_servers(summary.servers))
+    hint = advice(summary)
+    if summary.cost is not None and summary.cost.words not in hint:
+        yield "Samples", Text(_one_line(summary.cost.words))
     if summary.counts["notice"]:
         yield "Notices", Text(f"{counted(summary.counts['notice'], 'notice')}, listed in the report")
-    hint = advice(summary)
     if hint:
         yield "Advice", Text(hint, style="bold")
     if summary.run_dir:
@@ -174,3 +180,7 @@ def _sent(summary: Summary) -> str:
 
 def _workers(summary: Summary) -> str:
     return " · ".join(words for words in (balance_words(summary), memory_words(summary)) if words)
+
+
+def _servers(seen: ServersSeen) -> str:
+    return " · ".join(words for words in (servers_words(seen), staleness_words(seen)) if words)
