@@ -75,7 +75,7 @@ chaos: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/fuzz.py --frames 1000000
 
-# In an environment of its own: the libraries we compare with stay out of .venv. About half an hour, on an idle machine;
+# In an environment of its own: the libraries we compare with stay out of .venv. About an hour and a half, on an idle machine;
 # what needs a lab needs root.
 bench:
 	PYTHON=$(PYTHON) benchmarks/setup.sh
@@ -92,6 +92,12 @@ bench:
 	.venv-bench/bin/python benchmarks/exchange.py
 	.venv-bench/bin/python benchmarks/account.py
 	.venv-bench/bin/python benchmarks/recovery.py
+	.venv-bench/bin/python benchmarks/serverstep.py
+	.venv-bench/bin/python benchmarks/serverstep.py servers
+	.venv-bench/bin/python benchmarks/serverrace.py race
+	.venv-bench/bin/python benchmarks/serverrace.py samples
+	.venv-bench/bin/python benchmarks/serverbytes.py
+	.venv-bench/bin/python benchmarks/serverbytes.py steps
 	.venv-bench/bin/python benchmarks/goodput.py kills
 	.venv-bench/bin/python benchmarks/goodput.py calm
 	.venv-bench/bin/python benchmarks/flood.py
