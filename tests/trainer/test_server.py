@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,40 @@ def test_other_modes_train_as_well(mode: str) -> None:
     assert all(len(told) == 60 for told in losses.values())
     ours, theirs = (sum(told[-10:]) / 10 for told in losses.values())
     assert ours < losses["allreduce"][0] - 0.5 * (losses["allreduce"][0] - theirs)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_no_gradient_is_staler_than_the_bound_though_a_worker_is_slow(bound: int, tmp_path: Path) -> None:
+    """The first process that comes to a batch is slow from then on: it takes ten times as long as the others."""
+    who = tmp_path / "slow"
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        try:
+            with open(who, "x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            pass
+        time.sleep(0.02 if who.read_text() == str(os.getpid()) else 0.002)
+        return entropy(model, batch)
+
+    events: list[Any] = []
+    Trainer(
+        mlp(),
+        loss,
+        sgd,
+        classes(),
+        batch_size=48,
+        micro_batch=2,
+        steps=40,
+        workers=3,
+        sync=f"server:mode=ssp,staleness={bound}",
+        callbacks=[events.append],
+    ).fit()
+    assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, 41))
+    last = [event for event in events if isinstance(event, shoal.ServersSeen)][-1]
+    assert sum(last.staleness) >= 40 and len(last.staleness) <= bound + 1
+    seen = {event.worker: event.samples for event in events if isinstance(event, shoal.core.events.WorkerSeen)}
+    assert min(seen.values()) < sum(seen.values()) / 4, "the slow worker had as much to do as the others"
 
 
 def test_events_tell_every_step_once_and_what_servers_did() -> None:
