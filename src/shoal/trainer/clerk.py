@@ -37,6 +37,8 @@ __all__ = ["BooksDiffer", "Clerk", "Facts", "Hands"]
 
 LONG_SECONDS = 30.0
 """Without any progress; then people are told who waits for whom."""
+CALM_STEPS = 10
+"""No gradient is stale in the first steps: nobody's speed is known, and weights change more than they ever will."""
 GATHER_SECONDS = 10.0
 """How long those workers that are there first wait for the others, to share the first step with them."""
 
@@ -92,6 +94,7 @@ class Clerk:
             open_steps=min((memory.steps for memory in setup.memory.values()), default=1),
             # a lease comes with the model's buffers as they are at the beginning of its step
             ahead=next(model.buffers(), None) is None,
+            calm=CALM_STEPS,
         )
         self._places = Places(setup, hands.send, hands.start_server, hosts)
         self._story = Story(setup, recipe, model, resumed)

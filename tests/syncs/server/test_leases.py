@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from shoal.core.atoms import Course
 from shoal.syncs.server.leases import Book, Grant
 from shoal.syncs.server.messages import Lease
-from shoal.syncs.server.pace import Estimate, level, nearest
+from shoal.syncs.server.pace import Estimate, deal, level, nearest
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Sim:
     applying: float = inf
     telling: float = inf
     starts: list[tuple[int, Lease, float]] = field(default_factory=list)
+    stale: list[int] = field(default_factory=list)
+    """Of each lease that was begun: steps that its weights lacked."""
     ends: list[tuple[int, Lease, float]] = field(default_factory=list)
     repeated: int = 0
 
@@ -88,6 +90,7 @@ class Sim:
         samples = self.book.course.step(step).atoms()[hand.lease.start : hand.lease.stop]
         hand.begun, hand.end = self.now, self.now + hand.pace * sum(atom.samples for atom in samples)
         self.starts.append((number, hand.lease, self.now))
+        self.stale.append(step - hand.read)
 
     def move(self) -> None:
         """The next thing happens."""
@@ -129,8 +132,10 @@ class Sim:
         raise AssertionError(f"no end: at version {self.version} of {self.book.total} after {self.now} s")
 
 
-def sim(paces: list[float], *, bound: int | None = 0, total: int = 12, batch: int = 96, **more: float) -> Sim:
-    book = Book(Course(batch * 5, batch), bound=bound, version=0, total=total, open_steps=4)
+def sim(
+    paces: list[float], *, bound: int | None = 0, total: int = 12, batch: int = 96, calm: int = 0, **more: float
+) -> Sim:
+    book = Book(Course(batch * 5, batch), bound=bound, version=0, total=total, open_steps=4, calm=calm)
     world = Sim(book, **more)
     for number, pace in enumerate(paces):
         world.join(number, pace)
@@ -212,6 +217,13 @@ def test_parts_are_rounded_so_that_the_slow_one_is_not_the_last() -> None:
     assert nearest(12.0, 24, [(0.0, 1.0), (0.0, 1.0)]) == 12
 
 
+def test_whole_things_are_dealt_so_that_the_last_is_done_first() -> None:
+    end, counts = deal(8, [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 0.2), (inf, 9.0)])
+    assert end == 3.0 and sorted(counts) == [0, 0, 2, 3, 3] and counts[3:] == [0, 0]
+    assert deal(3, [(10.0, 1.0), (0.0, 0.25)]) == (11.0, [1, 2])
+    assert deal(0, [(5.0, 1.0), (4.0, 1.0)]) == (4.0, [0, 0])
+
+
 @pytest.mark.parametrize("bound", [0, 2, None])
 def test_small_differences_of_time_do_not_grow(bound: int | None) -> None:
     """Workers that are done at slightly different times still share the next step equally."""
@@ -231,6 +243,39 @@ def test_a_very_slow_worker_sits_out_and_is_measured_again() -> None:
     assert 1 <= len(probes) <= 5
     assert all(lease.stop - lease.start == 1 for lease, _ in probes)
     assert world.now < 400 * (0.096 + 0.01) * 1.15 + 2.0
+
+
+@pytest.mark.parametrize("bound", [0, 2, None])
+def test_who_would_hold_up_steps_sits_out_and_nothing_is_stale_for_it(bound: int | None) -> None:
+    """Eight atoms of four samples: three workers need 0.6 s for them, and the fourth 1.2 s for one."""
+    world = sim([0.05, 0.05, 0.05, 0.3], bound=bound, batch=32, total=150, calm=5)
+    world.run()
+    first = next(end for number, _, end in world.ends if number == 3)
+    probes = [lease for number, lease, start in world.starts if number == 3 and start >= first]
+    assert 2 <= len(probes) <= 6, "measured again every 24 s"
+    assert world.now < 150 * (0.6 + 0.01) + len(probes) * 1.3 + 5.0
+    assert sum(stale > 0 for stale in world.stale) <= 4 * len(probes)
+
+
+@pytest.mark.parametrize("bound", [2, None])
+def test_who_is_only_a_little_slow_does_not_sit_out(bound: int | None) -> None:
+    """One atom takes it 5% longer than the three others need for all of them: that may be a slow moment."""
+    world = sim([0.05, 0.05, 0.05, 0.157], bound=bound, batch=32, total=50)
+    world.run()
+    assert all(sizes(world, step).get(3) == 1 for step in range(5, 50))
+
+
+@pytest.mark.parametrize("bound", [1, 2, None])
+def test_in_the_first_steps_nothing_is_stale_whoever_stalls(bound: int | None) -> None:
+    world = sim([0.01, 0.03, 0.2], bound=bound, total=40, calm=8)
+    while world.version < 3:
+        world.move()
+    world.clerk()
+    world.hands[0].stalled = True
+    while world.version < 40:
+        world.move()
+    began = [lease.step for _, lease, _ in world.starts]
+    assert not any(stale for step, stale in zip(began, world.stale, strict=True) if step < 8)
 
 
 def test_leases_of_the_dead_are_given_again_unchanged() -> None:
@@ -353,6 +398,7 @@ class Rules(RuleBasedStateMachine):
         open_steps=st.integers(1, 5),
         batch=st.sampled_from([1, 3, 10, 96, 200]),
         ahead=st.booleans(),
+        calm=st.sampled_from([0, 0, 4]),
         paces=st.lists(PACES, min_size=1, max_size=5),
         apply_seconds=st.sampled_from([0.0, 0.01, 1.0]),
         tell_seconds=st.sampled_from([0.0, 0.01, 0.3]),
@@ -363,12 +409,13 @@ class Rules(RuleBasedStateMachine):
         open_steps: int,
         batch: int,
         ahead: bool,
+        calm: int,
         paces: list[float],
         apply_seconds: float,
         tell_seconds: float,
     ) -> None:
         course = Course(batch * 3 + batch // 2, batch)
-        book = Book(course, bound=bound, version=0, total=14, open_steps=open_steps, ahead=ahead)
+        book = Book(course, bound=bound, version=0, total=14, open_steps=open_steps, ahead=ahead, calm=calm)
         assert book.bound < open_steps and (bound is None or book.bound <= bound)
         self.sim = Sim(book, apply_seconds, tell_seconds)
         for number, pace in enumerate(paces):

@@ -18,14 +18,15 @@ such a lease is not computed before its version is there, so the bound holds whe
 How much of a step: the workers that have none of it yet share what is left so that all end together, by their speeds
 (samples per second of computing), their overhead (everything else of a lease's time) and when they will be free. If
 that is within an atom of sharing by speed alone, it is by speed alone: equal workers get equal ranges. A worker that
-already had a range of the step gets another only if that is at least half of an ordinary one. A worker so slow that one
-atom would hold up the step (it is done sooner without it) sits out, for twenty times that long at most: then it
-is measured again.
+already had a range of the step gets another only if that is at least half of an ordinary one. A worker that would hold
+up the step with a single atom (the others are done with all of it sooner) sits out, whatever the bound, for twenty
+times that long at most: then it is measured again. To have it compute atoms of later steps with the weights of today
+was tried: what it adds to the speed is less than stale gradients cost.
 
 Which version (`Grant.version`, the worker waits for it): at least c − bound. Fresher is better: if version c is
-expected within the time that the lease takes, it is c; also if all before c is computed, and only has to be applied:
-servers that are behind do not catch up by more gradients. If it is late by half of that time, `refresh` lowers it. A
-worker that waits (`idle`) can be given older work instead: `reassign`.
+expected within twice the time that the lease takes, it is c; also if all before c is computed, and only has to be
+applied: servers that are behind do not catch up by more gradients. If it is late by half of that time, `refresh` lowers
+it. A worker that waits (`idle`) can be given older work instead: `reassign`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from math import inf
 
 from shoal.core.atoms import Course
 from shoal.syncs.server.messages import Lease
-from shoal.syncs.server.pace import Estimate, level, nearest
+from shoal.syncs.server.pace import Estimate, deal, level, nearest
 from shoal.syncs.server.ranges import Grant, Hold, Member, OpenStep, Range
 
 __all__ = ["Book", "Grant"]
@@ -49,9 +50,9 @@ UNKNOWN_OVERDUE = 30.0
 LATE = 0.5
 """A fresher version than necessary is given up when it is late by so much of the lease's time."""
 SOON = 2.0
-"""Times an ordinary lease: if fresh weights are expected within that, a step is shared as if all began with them."""
+"""Times a lease: if fresh weights are expected within that, they are waited for."""
 HOLDS_UP = 1.1
-"""Times what the others need for a step: a worker that takes so long for one atom sits out …"""
+"""Times what all together need for a step: a worker that takes so long for one atom sits out …"""
 SITS_OUT = 20.0
 """… for so many times what it takes for one atom."""
 LOOK = 0.05
@@ -63,8 +64,17 @@ class Book:
     """The leases of the steps `version` … `total` − 1. `bound` None: only `open_steps` bounds how far ahead it goes."""
 
     def __init__(
-        self, course: Course, *, bound: int | None, version: int, total: int, open_steps: int, ahead: bool = True
+        self,
+        course: Course,
+        *,
+        bound: int | None,
+        version: int,
+        total: int,
+        open_steps: int,
+        ahead: bool = True,
+        calm: int = 0,
     ):
+        """In the first `calm` steps the bound is 0, whatever else is asked for."""
         if open_steps < 1:
             raise ValueError("open_steps must be at least 1: a step has to be somewhere")
         self.course = course
@@ -72,7 +82,8 @@ class Book:
         self.total = total
         self.bound = open_steps - 1 if bound is None else min(bound, open_steps - 1)
         """In force: of what was asked for, as much as memory allows."""
-        self._reach = self.bound + ahead
+        self._ahead = ahead
+        self._calm = version + calm
         self._steps: dict[int, OpenStep] = {}
         self._workers: dict[int, Member] = {}
         self._applying = Estimate()
@@ -158,7 +169,7 @@ class Book:
         member = self._workers[worker]
         if member.hold is not None:
             return None
-        grant = self._find(worker, now, min(self.total, self.version + self._reach + 1))
+        grant = self._find(worker, now, self.total)
         member.waiting, member.seen = grant is None, None
         return grant
 
@@ -189,7 +200,7 @@ class Book:
         if self._computed(hold.grant.version):
             hold.patience = now + LOOK  # it only has to be applied
             return None
-        version = max(self.version, hold.grant.lease.step - self.bound)
+        version = max(self.version, self._least(hold.grant.lease.step))
         hold.patience = inf
         if version >= hold.grant.version:
             return None
@@ -228,7 +239,9 @@ class Book:
 
     def _find(self, worker: int, now: float, stop: int) -> Grant | None:
         """Something of the steps before `stop`, in the order that the module's head tells."""
-        for number in range(self.version, stop):
+        for number in range(self.version, min(stop, self.version + self.bound + self._ahead + 1)):
+            if self._least(number) > self.version + self._ahead:
+                return None
             step = self._steps.get(number) or OpenStep(self.course.step(number))
             open_parts = [part for part in step.ranges.values() if not part.done and worker not in part.holders]
             for part in open_parts:
@@ -245,19 +258,23 @@ class Book:
     def _give(self, worker: int, part: Range, now: float) -> Grant:
         step = part.lease.step
         member = self._workers[worker]
-        least = max(self.version, step - self.bound)
+        least = max(self.version, self._least(step))
         version, patience = least, inf
         if least < step and self._computed(step):
             version = step
         elif least < step:
             wait = self._ready(now).get(step, inf) - now
-            if wait <= self._seconds(member, part.samples):
+            if wait <= SOON * self._seconds(member, part.samples):
                 version, patience = step, now + wait + max(LOOK, LATE * self._seconds(member, part.samples))
         grant = Grant(part.lease, version)
         part.holders.add(worker)
         member.hold = Hold(grant, part, now if version <= self.version else None, patience)
         member.last, member.waiting, member.seen = step, False, None
         return grant
+
+    def _least(self, step: int) -> int:
+        """The oldest version that this step may be computed with."""
+        return step if step < self._calm else step - self.bound
 
     def _computed(self, step: int) -> bool:
         """Whether all steps before this one are done, but for being applied."""
@@ -270,45 +287,53 @@ class Book:
         others = [other for other in self._workers if other != worker and other not in step.takers]
         if not others:
             return left
-        per_atom = step.samples / step.atoms
-        crew = [worker, *others]
-        speeds = [1 / (self._pace(self._workers[each]) * per_atom) for each in crew]
-        plain = left * speeds[0] / sum(speeds)
         if not self._measured:
-            return max(1, round(plain)) if worker not in step.takers else 0
+            return max(1, round(left / (1 + len(others)))) if worker not in step.takers else 0
+        per_atom = step.samples / step.atoms
         ready = self._ready(now)
-        whole = sum(1 / (self._pace(each) * per_atom) for each in self._workers.values())
-        begin = ready.get(step.number, inf)
-        if begin - now > SOON * step.atoms / whole:
-            begin = ready.get(max(self.version, step.number - self.bound), now)
-        hands = []
-        for each, speed in zip(crew, speeds, strict=True):
-            free = now if each == worker else self._free(self._workers[each], now, ready)
-            hands.append((max(begin, free) + self._overhead(self._workers[each]), speed))
-        parts = level(left, hands)[1]
-        if worker in step.takers:
-            size = round(parts[0])
-            return size if size >= min(left, step.atoms * speeds[0] / whole / 2) else 0
-        if abs(plain - parts[0]) <= 1:
-            size = nearest(plain, left, [(now, speed) for speed in speeds])
-        else:
-            size = nearest(parts[0], left, hands)
-        if size < 1 and not self._due(worker, per_atom, now) and self._holds_up(left, hands, now):
+        begin = self._begin(step, now, ready)
+        hands = self._hands(begin, per_atom, now, ready, asking=worker)
+        slow = {each for each in self._slow(left, hands, begin) if not self._due(each, per_atom, now)}
+        if worker in slow:
             return 0
+        others = [other for other in others if other not in slow]
+        crew = [hands[each] for each in (worker, *others)]
+        parts = level(left, crew)[1]
+        if worker in step.takers:
+            size, whole = round(parts[0]), sum(speed for _, speed in hands.values())
+            return size if size >= min(left, step.atoms * crew[0][1] / whole / 2) else 0
+        plain = left * crew[0][1] / sum(speed for _, speed in crew)
+        if abs(plain - parts[0]) <= 1:
+            size = nearest(plain, left, [(now, speed) for _, speed in crew])
+        else:
+            size = nearest(parts[0], left, crew)
         rest = [part >= 0.5 or self._due(other, per_atom, now) for other, part in zip(others, parts[1:], strict=True)]
         return max(1, min(size, left - sum(rest))) if any(rest) else left
+
+    def _hands(
+        self, begin: float, per_atom: float, now: float, ready: dict[int, float], *, asking: int | None = None
+    ) -> dict[int, tuple[float, float]]:
+        """For each worker, when it could begin to compute atoms of a step, and how many of them it does in a second."""
+        hands = {}
+        for number, member in self._workers.items():
+            free = now if number == asking else self._free(member, now, ready)
+            hands[number] = max(begin, free) + self._overhead(member), 1 / (self._pace(member) * per_atom)
+        return hands
+
+    @staticmethod
+    def _slow(left: int, hands: dict[int, tuple[float, float]], begin: float) -> set[int]:
+        """Those who would hold up a step: one atom takes them longer than the others need for all that is left."""
+        end, counts = deal(left, list(hands.values()))
+        return {
+            number
+            for (number, (start, speed)), count in zip(hands.items(), counts, strict=True)
+            if not count and start + 1 / speed - begin > HOLDS_UP * (end - begin)
+        }
 
     def _due(self, worker: int, per_atom: float, now: float) -> bool:
         """Whether a worker has sat out for so long that it should be measured again."""
         member = self._workers[worker]
         return member.ended is not None and now - member.ended >= SITS_OUT * per_atom * self._pace(member)
-
-    @staticmethod
-    def _holds_up(left: int, hands: list[tuple[float, float]], now: float) -> bool:
-        """Whether one atom takes the first hand much longer than the others need for all that is left."""
-        ends = [start + 1 / speed for start, speed in hands]
-        without = max(level(left, hands[1:])[0], min(ends[1:]))
-        return ends[0] - now > HOLDS_UP * (without - now)
 
     # -- expecting ---------------------------------------------------------------------------------------------------
 
@@ -377,6 +402,17 @@ class Book:
             number += 1
             ready[number] = at + (self._applying.value or 0.0)
         return ready
+
+    def _begin(self, step: OpenStep, now: float, ready: dict[int, float]) -> float:
+        """When fresh weights for a step are expected, as if all took part in what is left of the steps before it."""
+        number = max(ready)
+        at = ready[number]
+        while number < step.number:
+            before = self._steps.get(number) or OpenStep(self.course.step(number))
+            hands = self._hands(at, before.samples / before.atoms, now, ready)
+            at = deal(before.atoms - before.cut, list(hands.values()))[0] + (self._applying.value or 0.0)
+            number += 1
+        return ready.get(step.number, at)
 
     def _ends(self, now: float) -> Iterator[float]:
         ready = self._ready(now)

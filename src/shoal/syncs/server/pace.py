@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from math import inf
 
 FAR = 2.0
@@ -53,6 +54,20 @@ def level(amount: float, hands: Sequence[tuple[float, float]]) -> tuple[float, l
         speeds += speed
         end = (amount + begun) / speeds
     return end, [max(0.0, end - start) * speed for start, speed in hands]
+
+
+def deal(amount: int, hands: Sequence[tuple[float, float]]) -> tuple[float, list[int]]:
+    """Deal whole things to hands of (start, speed), each to the one that ends soonest with it: when the last is done,
+    and how many each hand has. No other way ends earlier."""
+    counts = [0] * len(hands)
+    end = min(start for start, _ in hands)
+    heap = [(start + 1 / speed, number) for number, (start, speed) in enumerate(hands)]
+    heapify(heap)
+    for _ in range(amount):
+        end, number = heap[0]
+        counts[number] += 1
+        heapreplace(heap, (end + 1 / hands[number][1], number))
+    return end, counts
 
 
 def nearest(part: float, amount: int, hands: Sequence[tuple[float, float]]) -> int:
