@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,10 +66,7 @@ def plain(
 
 
 def close_to(setup: Setup, area: Tensor, shard: int, weights: Tensor) -> None:
-    for mine, other in zip(
-        setup.cut.pieces(weights, shard), setup.cut.pieces(part(setup, area, shard), shard), strict=True
-    ):
-        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
+    close_to_each_other(setup, shard, weights, part(setup, area, shard))
 
 
 def kinds() -> list[Any]:
@@ -93,6 +91,60 @@ def kinds() -> list[Any]:
 
 
 # -- by step -----------------------------------------------------------------------------------------------------------
+
+
+def thirds(setup: Setup, step: int) -> list[Lease]:
+    count = atoms(setup, step)
+    edges = [0, count // 3, 2 * count // 3, count]
+    return [Lease(step, start, stop) for start, stop in pairwise(edges)]
+
+
+@pytest.mark.parametrize("durability", ["none", "peer", "disk"])
+@pytest.mark.parametrize("settles", [None, 1, 2, 3], ids=["never settled", "after 1", "after 2", "after 3"])
+@pytest.mark.parametrize("lent", [(True, True, True), (True, False, True), (False, True, True)], ids=str)
+@pytest.mark.parametrize("leases", [1, 2, 3])
+def test_gradients_are_added_where_their_workers_left_them(
+    durability: str, settles: int | None, lent: tuple[bool, ...], leases: int
+) -> None:
+    """Until they are settled those that are lent stay as they are; then, and the others at once, they are written over.
+
+    Never is one changed by the server.
+    """
+    setup = make_setup(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), durability=durability)
+    scales = (1.0, 0.5, 2.0)
+    for shard in range(len(setup.cut.shards)):
+        holding, expected = hold(setup, shard), hold(setup, shard)
+        for step in range(2):
+            parts = {1: [Lease(step, 0, atoms(setup, step))], 3: thirds(setup, step)}
+            parts[2] = [Lease(step, 0, parts[3][1].stop), parts[3][2]]
+            into, plainly, slots = room(holding), room(holding), []
+            for number, (lease, scale, on) in enumerate(zip(parts[leases], scales, lent, strict=False), 1):
+                came = part(setup, gradient(setup, lease), shard)
+                assert expected.take(lease, came, ALL, scale, plainly)
+                slot = came.clone()
+                assert holding.take(lease, slot, ALL, scale, into, lent=on)
+                assert torch.equal(slot, came)
+                if on:
+                    slots.append((slot, came))
+                else:
+                    slot.fill_(0xAB)
+                if settles == number:
+                    holding.settle(step)
+                    assert not holding.lends(step)
+                    for slot, _ in slots:
+                        slot.fill_(0xAB)
+                    slots.clear()
+            assert holding.close(step).ranges == [(lease.start, lease.stop) for lease in parts[leases]]
+            holding.apply(order(step, 0.25))
+            expected.apply(order(step, 0.25))
+            assert all(torch.equal(slot, came) for slot, came in slots)
+            close_to_each_other(setup, shard, holding.weights, expected.weights)
+
+
+def close_to_each_other(setup: Setup, shard: int, one: Tensor, other: Tensor) -> None:
+    pairs = zip(setup.cut.pieces(one, shard), setup.cut.pieces(other, shard), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("make", kinds())

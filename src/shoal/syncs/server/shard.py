@@ -49,8 +49,8 @@ class _Open:
     """Where it is summed, by step; None with `apply=arrival`."""
     ranges: set[tuple[int, int]] = field(default_factory=set)
     closed: bool = False
-    lent: tuple[Tensor, float] | None = None
-    """The only gradient so far, where its worker left it, and what it is multiplied with; then `total` is empty."""
+    lent: list[tuple[Tensor, float]] = field(default_factory=list)
+    """All gradients so far, where their workers left them, and what each is multiplied with; then `total` is empty."""
 
     def add(self, lease: Lease, used: bytes) -> None:
         self.ranges.add((lease.start, lease.stop))
@@ -110,7 +110,8 @@ class Holding:
 
         The first lease of a step says where its sum lies; what was there before does not matter, and it must be left
         alone until the step is applied. The gradient is only read; one that is `lent` stays as it is until `settle`, so
-        that two can be added where they lie, which saves a copy. Raises `Unfit`.
+        that two can be added where they lie, when they are applied: then their sum never leaves the cache. With a
+        mirror it is wanted before, and made when the second has come, while others are on their way. Raises `Unfit`.
         """
         if self.has(lease):
             return False
@@ -120,28 +121,29 @@ class Holding:
         if opened is None:
             opened = self._open[lease.step] = _Open(bytes(len(used)), into)
             if lent:
-                opened.lent = gradient, scale
+                opened.lent.append((gradient, scale))
             else:
                 self._stepper.put(into, gradient, scale)
-        elif opened.lent is not None and opened.lent[1] == 1.0 and opened.total is not None:
-            self._stepper.put_sum(opened.total, opened.lent[0], gradient, scale)
-            opened.lent = None
+        elif len(opened.lent) == 1:
+            opened.lent.append((gradient, scale))
+            if self._shares or not lent:
+                self.settle(lease.step)
         else:
             self._stepper.add(self.sum_of(lease.step), gradient, scale)
         opened.add(lease, used)
         return True
 
     def lends(self, step: int) -> bool:
-        """Whether the sum of a step is still a gradient where its worker left it."""
+        """Whether the sum of a step is still gradients where their workers left them."""
         opened = self._open.get(step)
-        return opened is not None and opened.lent is not None
+        return opened is not None and bool(opened.lent)
 
     def settle(self, step: int) -> None:
         """What was lent will change: have the sum of this step in its own place."""
         opened = self._open.get(step)
-        if opened is not None and opened.lent is not None and opened.total is not None:
-            self._stepper.put(opened.total, *opened.lent)
-            opened.lent = None
+        if opened is not None and opened.lent and opened.total is not None:
+            self._stepper.put_sum(opened.total, opened.lent)
+            opened.lent = []
 
     def close(self, step: int) -> Record:
         """Nothing more is summed into this step. Raises `AuditError` unless each of its atoms came exactly once."""
@@ -208,9 +210,8 @@ class Holding:
             # first: in one process it is told right after the evaluation
             self._stepper.evaluated(order.metric)
         self.rates = self._stepper.rates()
-        if opened.lent is not None and not self._shares:
-            gradient, scale = opened.lent
-            self._stepper.step(gradient, opened.used, scale * order.scale)
+        if opened.lent and not self._shares:
+            self._stepper.step_lent(opened.lent, opened.used, order.scale)
         elif opened.total is not None:
             self._stepper.step(self.sum_of(order.step), opened.used, order.scale, mine=not self._shares)
         self._stepper.end(order.loss)

@@ -73,10 +73,17 @@ class Stepper:
         for run in self._runs:
             run.of(total).add_(run.of(gradient), alpha=scale)
 
-    def put_sum(self, into: Tensor, first: Tensor, second: Tensor, scale: float) -> None:
-        """into = first + second × scale"""
-        for run in self._runs:
-            torch.add(run.of(first), run.of(second), alpha=scale, out=run.of(into))
+    def put_sum(self, into: Tensor, gradients: Sequence[tuple[Tensor, float]]) -> None:
+        """into = the sum of one or two gradients, each times its scale"""
+        (first, scale), *more = gradients
+        if scale == 1.0 and more:
+            second, scale = more[0]
+            for run in self._runs:
+                torch.add(run.of(first), run.of(second), alpha=scale, out=run.of(into))
+            return
+        self.put(into, first, scale)
+        for gradient, scale in more:
+            self.add(into, gradient, scale)
 
     def put(self, into: Tensor, gradient: Tensor, scale: float) -> None:
         """into = gradient × scale; both may be the same memory."""
@@ -118,6 +125,16 @@ class Stepper:
                 group["lr"] = usual
             for _, param, _ in places:
                 param.grad = None
+
+    def step_lent(self, gradients: Sequence[tuple[Tensor, float]], used: bytes, scale: float) -> None:
+        """An optimizer step with the sum of one or two gradients × scale; they are only read."""
+        if len(gradients) == 1:
+            ((gradient, own),) = gradients
+            self.step(gradient, used, own * scale)
+            return
+        total = _scratch.room(gradients[0][0].numel())
+        self.put_sum(total, gradients)
+        self.step(total, used, scale, mine=True)
 
     def _scaled(self, gradient: Tensor, scale: float, *, mine: bool) -> Tensor:
         as_it_is = mine or (scale == 1.0 and self._only_reads())
