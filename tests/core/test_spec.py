@@ -116,3 +116,17 @@ def test_any_text_is_parsed_or_refused(kind: str, text: str) -> None:
         assert spec.parse(kind, text).name
     except ConfigError as error:
         assert kind in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("async", "did you mean 'server:mode=async'?"),
+        ("ssp:staleness=4", "did you mean 'server:mode=ssp,staleness=4'?"),
+        ("server:async", "did you mean mode=async?"),
+    ],
+)
+def test_a_mode_without_its_sync_is_understood(text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec.parse("sync", text)
+    assert hint in str(caught.value)

@@ -39,6 +39,7 @@ class Server:
     """
 
     name: ClassVar[str] = "server"
+    modes: ClassVar[tuple[str, ...]] = ("bsp", "ssp", "async")
     mode: str = "bsp"
     staleness: int = 4
     servers: int = 2
@@ -48,7 +49,7 @@ class Server:
 
     def __post_init__(self) -> None:
         for key, given, known in (
-            ("mode", self.mode, ("bsp", "ssp", "async")),
+            ("mode", self.mode, self.modes),
             ("apply", self.apply, ("step", "arrival")),
             ("durability", self.durability, ("none", "peer", "disk")),
         ):
@@ -261,9 +262,11 @@ def parse(kind: str, given: object) -> Any:
         raise ConfigError(f"{kind}={given!r} is of type {type(given).__name__}; use {_listing(classes)}")
     name, _, rest = given.strip().partition(":")
     if name not in classes:
-        raise ConfigError(
-            f"{kind}={given!r} is not available{_nearest(name, classes)}; this version has {_listing(classes)}"
-        )
+        near = _nearest(name, classes)
+        for cls in classes.values():
+            if name in getattr(cls, "modes", ()):
+                near = f" (did you mean '{cls.name}:mode={name}{',' if rest else ''}{rest}'?)"
+        raise ConfigError(f"{kind}={given!r} is not available{near}; this version has {_listing(classes)}")
     return classes[name](**_arguments(kind, given, rest, classes[name]))
 
 
@@ -273,7 +276,8 @@ def _arguments(kind: str, given: str, text: str, cls: type[Any]) -> dict[str, An
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
-            raise ConfigError(f"{kind}={given!r}: {part!r} is not of the form key=value")
+            near = f" (did you mean mode={part}?)" if part in getattr(cls, "modes", ()) else ""
+            raise ConfigError(f"{kind}={given!r}: {part!r} is not of the form key=value{near}")
         if not value:
             raise ConfigError(f"{kind}={given!r}: {key}= is empty; give it a value, or leave it out")
         if key not in fields:
