@@ -28,6 +28,7 @@ from shoal.syncs.server.lines import Lines
 from shoal.syncs.server.messages import Lease, Push
 from shoal.testing import FaultPlan
 from shoal.testing.servers import audit_servers
+from shoal.trainer.clerk import CALM_STEPS
 from shoal.trainer.step import order_key
 
 SAMPLES, BATCH, EPOCHS = 320, 32, 2
@@ -226,14 +227,32 @@ def test_a_worker_dies_between_two_servers(mode: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("mode", ["ssp", "async"])
 @pytest.mark.parametrize("point", ["pushed", "apply", "applied"])
 def test_stale_runs_count_every_atom_once(point: str, mode: str, apply: str, tmp_path: Path) -> None:
-    plan = FaultPlan().kill("server-0", step=4, at=point).ledger(tmp_path)
-    for step in range(8, 15):
-        plan.kill("worker-1", step=step)  # in the first of these that it computes something of
-    _, result, seen = fit(f"server:mode={mode},apply={apply}", workers=3, min_workers=1, faults=plan)
-    assert len(plan.fired()) == 2
-    assert result.steps == STEPS and seen.steps == list(range(1, STEPS + 1))
-    assert_whole(tmp_path, seen, arrival=apply == "arrival")
+    """While a worker is stopped the others go ahead of it; then a server dies, and one of them."""
+    plan = FaultPlan().kill("server-0", step=CALM_STEPS + 4, at=point).ledger(tmp_path)
+    for step in range(CALM_STEPS + 2, CALM_STEPS + 5):
+        plan.stop("worker-2", step=step, seconds=0.5)  # in those of these that it computes something of
+    for step in range(CALM_STEPS + 5, CALM_STEPS + 15):
+        plan.kill("worker-1", step=step)
+    _, result, seen = fit(f"server:mode={mode},apply={apply}", workers=3, min_workers=1, epochs=3, faults=plan)
+    assert {fired.fault.target for fired in plan.fired()} == {"server-0", "worker-1", "worker-2"}
+    steps = SAMPLES // BATCH * 3
+    assert result.steps == steps and seen.steps == list(range(1, steps + 1))
+    assert len(seen.of(shoal.ServersSeen)[-1].staleness) > 1, "nothing was stale"
+    assert_whole(tmp_path, seen, steps, arrival=apply == "arrival")
     assert result.loss < 0.6
+
+
+def test_workers_that_cannot_even_begin_end_the_run() -> None:
+    parent = os.getpid()
+
+    class Deadly(nn.Linear):
+        def named_parameters(self, *given: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().named_parameters(*given, **more)
+
+    with pytest.raises(WorkerError, match="5 workers one after the other ended before they could compute anything"):
+        fit(model=lambda: Deadly(12, 2), min_workers=1)
 
 
 @pytest.mark.parametrize("point", SERVER_POINTS)

@@ -44,6 +44,8 @@ _FIRST_WORDS_SECONDS = 30.0
 _MOST_STARTS, _WITHIN_SECONDS = 10, 20.0
 """Servers that die as fast as they are started have a reason that starting another one does not mend."""
 _DEATHS_ON_A_LEASE = 2
+_MOST_STILLBORN = 5
+"""Workers that end before they can compute anything, in a row."""
 
 _decode = msgspec.msgpack.Decoder(Happened | Failed | Returned | Departed | Said).decode
 
@@ -113,6 +115,7 @@ class Staff:
         self._target = served.workers
         self._seen: dict[int, WorkerSeen] = {}
         self._killed: dict[Lease, int] = {}
+        self._stillborn = 0
         self._started: set[int] = set()
         """Numbers of servers that there have been."""
         self._starts: list[float] = []
@@ -268,15 +271,21 @@ class Staff:
         if self._elasticity is None:
             raise ended_error(end, self._logs)
         if self._halted.pop(seat, None) is None:
-            self._count_death(seat)
+            self._count_death(seat, how_it_ended(end))
         self._clerk.ended(seat, how_it_ended(end), now)
         joined = []
         if len(self._workers - self._leaving) < self._target:
             joined = [self._start_next()]
         self._tell_change(joined=joined, lost=[seat], why=how_it_ended(end))
 
-    def _count_death(self, seat: int) -> None:
-        """Two deaths of the same samples are no accident."""
+    def _count_death(self, seat: int, how: str) -> None:
+        """Two deaths of the same samples are no accident, nor are many before anything is computed."""
+        self._stillborn = 0 if seat in self._clerk.workers else self._stillborn + 1
+        if self._stillborn >= _MOST_STILLBORN:
+            raise WorkerError(
+                f"{_MOST_STILLBORN} workers one after the other ended before they could compute anything; the last, "
+                f"worker {seat}, {how}. What it said is in its log"
+            )
         found = self._clerk.computing(seat)
         if found is None:
             return
