@@ -14,6 +14,7 @@ from shoal.core.atoms import (
     Span,
     StepSpan,
     atom_count,
+    cut,
     forwards,
     share,
     tree_nodes,
@@ -197,3 +198,14 @@ def test_the_shape_of_the_tree_never_changes() -> None:
     assert tree_sum(leaves, 6, joined) == "(((0+1)+(2+3))+(4+5))"
     assert tree_sum(leaves, 5, joined) == "(((0+1)+(2+3))+4)"
     assert tree_sum(leaves, 1, joined) == "0"
+
+
+def test_the_last_forward_has_enough_samples_where_there_are_enough() -> None:
+    ones = cut(8)[:7]
+    assert [len(group) for group in forwards(ones, 6, alone=False)] == [6, 1]
+    groups = forwards(ones, 6, alone=False, least=2)
+    assert [len(group) for group in groups] == [5, 2]
+    assert [span for group in groups for span in group] == list(ones)
+    assert [len(group) for group in forwards(ones, 1, alone=False, least=2)] == [1] * 7
+    assert [len(group) for group in forwards(ones, 6, alone=True, least=2)] == [1] * 7
+    assert [len(group) for group in forwards(ones[:1], 6, alone=False, least=2)] == [1]

@@ -93,10 +93,11 @@ def share(count: int, members: int) -> list[range]:
     return [range(edges[number], edges[number + 1]) for number in range(members)]
 
 
-def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool) -> list[list[Span]]:
+def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool, least: int = 1) -> list[list[Span]]:
     """Group a worker's adjacent atoms into forwards of at most `limit` samples; `alone` keeps atoms apart.
 
-    An atom larger than the limit is cut into parts that keep its number.
+    An atom larger than the limit is cut into parts that keep its number. If the last forward has less than `least`
+    samples, atoms of the one before are moved to it.
     """
     groups: list[list[Span]] = []
     room = 0
@@ -110,6 +111,9 @@ def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool) -> list[l
                 groups.append([part])
                 room = limit if limit is not None else 0
             room -= part.samples
+    if len(groups) > 1 and not alone:
+        while sum(part.samples for part in groups[-1]) < least and len(groups[-2]) > 1:
+            groups[-1].insert(0, groups[-2].pop())
     return groups
 
 

@@ -25,6 +25,7 @@ from shoal.syncs.server.messages import FIRST_SERVER, Lease
 from shoal.trainer.channel import STOPPED
 from shoal.trainer.clerk_places import Places
 from shoal.trainer.clerk_steps import BooksDiffer, Hands, Part, Steps
+from shoal.trainer.leased import least_samples
 from shoal.trainer.served_saving import Keeping, Resumed, Story, parcel
 from shoal.trainer.telling import run_started
 
@@ -95,6 +96,7 @@ class Clerk:
             # a lease comes with the model's buffers as they are at the beginning of its step
             ahead=next(model.buffers(), None) is None,
             calm=CALM_STEPS,
+            least=least_samples(model),
         )
         self._places = Places(setup, hands.send, hands.start_server, hosts)
         self._story = Story(setup, recipe, model, resumed)

@@ -306,6 +306,7 @@ class Leases:
         self._loader = session.loader({"data": fetcher}, recipe.data_workers)
         limit = recipe.micro_batch or _limit(setup.course, workers)
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)
+        self.loop.least = least_samples(model)
         self._step: LeaseStep | None = None
 
     def load(self, lease: Lease) -> None:
@@ -375,6 +376,11 @@ class Leases:
         with suppress(Exception):
             self.loop.close()
         self._loader.close()
+
+
+def least_samples(model: nn.Module) -> int:
+    """That must be computed together: one sample alone has no variance, and BatchNorm fails."""
+    return 2 if uses_batch_statistics(model) else 1
 
 
 def _limit(course: Course, workers: int) -> int:

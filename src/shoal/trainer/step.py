@@ -84,6 +84,8 @@ class Loop:
         largest_atom = max(atom.samples for atom in cut(full))
         self.limit = limit or max(largest_atom, sum(span.samples for span in self.spans(full, session.rank)))
         """Samples in one forward at most."""
+        self.least = 1
+        """And at least, where there are enough."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
         self._groups: dict[tuple[int, bool], list[list[Span]]] = {}
@@ -134,7 +136,8 @@ class Loop:
         step = self.course.step(number)
         kind = step.samples, self.session.draws
         if kind not in self._groups:
-            self._groups[kind] = forwards(self.spans(step.samples, self.session.rank), self.limit, alone=kind[1])
+            spans = self.spans(step.samples, self.session.rank)
+            self._groups[kind] = forwards(spans, self.limit, alone=kind[1], least=self.least)
         self._asked[number] = self._groups[kind]
         return self._asking(step, self._groups[kind])
 

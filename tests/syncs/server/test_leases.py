@@ -278,6 +278,20 @@ def test_in_the_first_steps_nothing_is_stale_whoever_stalls(bound: int | None) -
     assert not any(stale for step, stale in zip(began, world.stale, strict=True) if step < 8)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 8, 20])
+@pytest.mark.parametrize("paces", [[0.01], [0.01, 0.011], [0.01, 0.1], [0.01] * 5, [0.01, 0.02, 0.2]], ids=str)
+def test_leases_have_enough_samples_where_there_are_enough(paces: list[float], batch: int) -> None:
+    """BatchNorm cannot compute a single one."""
+    book = Book(Course(batch * 5 + batch // 2, batch), bound=2, version=0, total=24, open_steps=4, least=2)
+    world = Sim(book)
+    for number, pace in enumerate(paces):
+        world.join(number, pace)
+    world.run()
+    for _, lease, _ in world.starts:
+        atoms = book.course.step(lease.step).atoms()
+        assert atoms[lease.stop - 1].stop - atoms[lease.start].start >= min(2, book.course.step(lease.step).samples)
+
+
 def test_leases_of_the_dead_are_given_again_unchanged() -> None:
     world = sim([0.01, 0.02])
     world.move()

@@ -73,8 +73,10 @@ class Book:
         open_steps: int,
         ahead: bool = True,
         calm: int = 0,
+        least: int = 1,
     ):
-        """In the first `calm` steps the bound is 0, whatever else is asked for."""
+        """In the first `calm` steps the bound is 0, whatever else is asked for. A lease has at least `least` samples,
+        if its step has."""
         if open_steps < 1:
             raise ValueError("open_steps must be at least 1: a step has to be somewhere")
         self.course = course
@@ -84,6 +86,7 @@ class Book:
         """In force: of what was asked for, as much as memory allows."""
         self._ahead = ahead
         self._calm = version + calm
+        self._fewest = least
         self._steps: dict[int, OpenStep] = {}
         self._workers: dict[int, Member] = {}
         self._applying = Estimate()
@@ -252,7 +255,7 @@ class Book:
                     return self._give(worker, part, now)
             if step.cut < step.atoms and (atoms := self._size(worker, step, now)):
                 self._steps[number] = step
-                return self._give(worker, step.take(worker, atoms), now)
+                return self._give(worker, step.take(worker, step.enough(atoms, self._fewest)), now)
         return None
 
     def _give(self, worker: int, part: Range, now: float) -> Grant:

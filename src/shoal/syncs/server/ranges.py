@@ -68,6 +68,13 @@ class OpenStep:
         self.takers: set[int] = set()
         self.finished: float | None = None
 
+    def enough(self, atoms: int, least: int) -> int:
+        """So many of the atoms that are left, or more, so that both these and what is left then have enough samples."""
+        while self.cut + atoms < self.atoms and self.edges[self.cut + atoms] - self.edges[self.cut] < least:
+            atoms += 1
+        over = self.edges[-1] - self.edges[self.cut + atoms]
+        return atoms if over >= least or not over else self.atoms - self.cut
+
     def take(self, worker: int, atoms: int) -> Range:
         lease = Lease(self.number, self.cut, self.cut + atoms)
         self.cut = lease.stop
