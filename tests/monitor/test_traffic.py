@@ -124,6 +124,13 @@ def test_what_is_not_known_is_left_out() -> None:
     assert not Account() and account()
 
 
+def test_where_no_group_sums_only_what_is_known_is_told() -> None:
+    """With servers."""
+    served = account(total=Traffic(), since=Traffic(), settled=None)
+    assert exchange_facts(served) == [("exposed", "5.0 ms per step (5% of step time)")]
+    assert exchange_words(served) == "5.0 ms per step exposed (5% of step time)"
+
+
 def test_one_line() -> None:
     words = "shared memory, 12 buckets of up to 4.0 MiB, latency 11 µs, 6.0 GiB/s; all workers are on one host"
     assert settled_words(settled()) == words

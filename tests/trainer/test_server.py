@@ -119,6 +119,37 @@ def test_no_gradient_is_staler_than_the_bound_though_a_worker_is_slow(bound: int
     assert min(seen.values()) < sum(seen.values()) / 4, "the slow worker had as much to do as the others"
 
 
+@pytest.mark.parametrize("batch", [8, 32])
+def test_batchnorm_never_gets_a_single_sample(batch: int, tmp_path: Path) -> None:
+    """Workers of different speeds have uneven leases, and an atom of a small step is one sample."""
+    who = tmp_path / "slow"
+
+    def loss(model: nn.Module, given: Any) -> Any:
+        try:
+            who.touch(exist_ok=False)
+            who.write_text(str(os.getpid()))
+        except FileExistsError:
+            time.sleep(0.0 if who.read_text() == str(os.getpid()) else 0.002 * len(given[0]))
+        return nn.functional.mse_loss(model(given[0]), given[1])
+
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    inputs = torch.randn(5 * batch + 8, 6, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :1])
+    Trainer(net, loss, sgd, data, batch_size=batch, epochs=4, workers=2, sync="server:mode=ssp").fit()
+
+
+def test_staleness_beyond_all_memory_is_bounded_by_it() -> None:
+    net = nn.Sequential(nn.Linear(12, 4000), nn.Linear(4000, 10))
+    Trainer(net, entropy, sgd, classes(), batch_size=48, steps=2, sync="server:mode=ssp,staleness=10000000").fit()
+
+
+def test_a_codec_that_has_nothing_to_encode_is_told() -> None:
+    events: list[Any] = []
+    trained("server", codec="fp16", callbacks=[events.append])
+    told = [event.text for event in events if isinstance(event, shoal.Notice)]
+    assert any("codec='fp16' is for what travels between hosts" in text for text in told)
+
+
 def test_events_tell_every_step_once_and_what_servers_did() -> None:
     events: list[Any] = []
     trained("server", callbacks=[events.append], schedule=None, epochs=None, steps=22)

@@ -95,6 +95,16 @@ def test_more_and_fewer_servers(sync: str, tmp_path: Path) -> None:
     assert 3 in sizes
     last = plan.told(ServersSeen)[-1]
     assert sum(server.shards > 0 for server in last.servers) == 1
+    assert not (tmp_path / "run" / "journals").exists()
+
+
+def test_many_servers_come_back_at_once() -> None:
+    """That as many were there before does not mean that they died."""
+    plan = Plan({3: 13, 9: 1, 15: 13})
+    trained("server:durability=none", plan)
+    plan.assert_whole()
+    counts = ("13 servers", "1 server", "13 servers")
+    assert [notice.text for notice in plan.told(Notice)] == [f"the run goes on with {count}" for count in counts]
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,11 @@ def figures(runs: Sequence[RunInfo], seen: Sequence[ServersSeen | None]) -> dict
 
 
 def _times(accounts: Sequence[Traffic | None]) -> dict[str, list[float | None]]:
-    """Over all workers; None for a run that sent nothing, or kept no account."""
+    """Over all workers; None for a run that sent nothing, kept no account, or has servers."""
+    summed = [account if account is not None and account.operations else None for account in accounts]
     return {
-        "exchange seconds": [None if account is None else account.exchange for account in accounts],
-        "exposed seconds": [None if account is None else account.exposed for account in accounts],
+        "exchange seconds": [None if account is None else account.exchange for account in summed],
+        "exposed seconds": [None if account is None else account.exposed for account in summed],
     }
 
 

@@ -112,8 +112,8 @@ def _is_held(folder: Path) -> bool:
 
 def _not_under_way(run_id: str, why: str) -> RunDirError:
     return RunDirError(
-        f"{run_id} is not under way ({why}), so its workers cannot change. To go on from its checkpoint with another "
-        f"number, start it with --resume {run_id} --workers N"
+        f"{run_id} is not under way ({why}), so nothing of it can change. To go on from its checkpoint with another "
+        f"number of workers, start it with --resume {run_id} --workers N"
     )
 
 

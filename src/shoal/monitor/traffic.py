@@ -48,8 +48,8 @@ class Account(msgspec.Struct, frozen=True):
 
     @property
     def exchange_per_step(self) -> float | None:
-        """Seconds, the mean over workers."""
-        return self.since.exchange / self._turns if self._turns else None
+        """Seconds, the mean over workers. None where no group sums: what overlaps with computing is not known then."""
+        return self.since.exchange / self._turns if self._turns and self.since.operations else None
 
     @property
     def exposed_per_step(self) -> float | None:
@@ -58,8 +58,8 @@ class Account(msgspec.Struct, frozen=True):
 
     @property
     def operations_per_step(self) -> float | None:
-        """Of one worker; all take part in each."""
-        return self.since.operations / self._turns if self._turns else None
+        """Of one worker; all take part in each. None where there are none, as with servers."""
+        return self.since.operations / self._turns if self._turns and self.since.operations else None
 
     @property
     def exposed_share(self) -> float | None:
@@ -202,7 +202,7 @@ def _times(each: float | None, total: float, share: float | None = None) -> str:
     words = [] if each is None else [f"{span(each)} per step"]
     if each is not None and share is not None:
         words[0] += f" ({percent(share)} of step time)"
-    return ", ".join([*words, f"{span(total)} over all workers"])
+    return ", ".join([*words, *([f"{span(total)} over all workers"] if total else [])])
 
 
 def _bandwidth(account: Account) -> str:
@@ -280,9 +280,12 @@ def exchange_words(account: Account) -> str:
     """What exchange cost a step, and how it was done, in one line."""
     each, exposed, share = account.exchange_per_step, account.exposed_per_step, account.exposed_share
     words = []
-    if each is not None and exposed is not None:
+    if exposed is not None and (each is not None or exposed):
         of_step = f" ({percent(share)} of step time)" if share is not None else ""
-        words.append(f"{span(each)} per step, {span(exposed)} of it exposed{of_step}")
+        told = f"{span(exposed)} per step exposed"
+        if each is not None:
+            told = f"{span(each)} per step, {span(exposed)} of it exposed"
+        words.append(f"{told}{of_step}")
     if account.bandwidth:
         words.append(f"{size(account.bandwidth)}/s")
     if account.settled is not None:

@@ -169,7 +169,7 @@ class Trial:
         def note(event: AnyEvent) -> None:
             if isinstance(event, StepDone):
                 told.append(event.step)
-            elif isinstance(event, Notice) and "restarts left" in event.text:
+            elif isinstance(event, Notice) and "; going on from " in event.text:
                 self.restarts += 1
 
         torch.manual_seed(self.seed)

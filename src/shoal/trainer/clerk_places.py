@@ -25,7 +25,7 @@ from shoal.syncs.server.tables import held_bytes
 from shoal.trainer.clerk_load import GAIN, Load
 from shoal.trainer.elasticity import EverythingLost
 
-MOST_DEATHS, WITHIN_SECONDS = 10, 10.0
+MOST_DEATHS, WITHIN_SECONDS = 10, 20.0
 """More deaths of servers in this time end the run: there must be something wrong with all of them."""
 
 

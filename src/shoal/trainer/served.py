@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,6 +76,7 @@ def run_served(
             be_served_worker(seat, link, address, setup, replace(task, place=place))
 
     with (
+        _removed(setup.journals),
         Tail(start.logs, 0, watch.output) as tail,
         LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor) as crew,
     ):
@@ -87,6 +91,16 @@ def run_served(
                 faults.finish()
             staff.leave()
             thread.join()
+
+
+@contextmanager
+def _removed(folder: Path | None) -> Iterator[None]:
+    """Afterwards there is no such folder: what a run goes on from is its checkpoint, not the journals of servers."""
+    try:
+        yield
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from shoal.wire.curve import Keys
 if TYPE_CHECKING:
     from shoal.trainer.served import Served
 
-_ASYNC_STEPS = 8
-"""Steps that may be open at once where nothing else bounds them: each costs the memory of a gradient."""
+_ASYNC_STEPS, _MOST_STEPS = 8, 34
+"""Steps that may be open at once, where nothing else bounds them and at all: each costs the memory of a gradient."""
 
 
 def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:
@@ -66,7 +66,7 @@ def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:
     pieces, all_tables = make_tables(pieces, found)
     elasticity = served.elasticity
     seats = 2 * (served.workers if elasticity is None else elasticity.most) + 8
-    steps = _ASYNC_STEPS if sync.bound is None else sync.bound + 2
+    steps = _ASYNC_STEPS if sync.bound is None else min(sync.bound + 2, _MOST_STEPS)
     version = 0 if loaded is None else int(loaded.trees["session"]["step"])
     return Setup(
         run=start.run_id,

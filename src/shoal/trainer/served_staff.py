@@ -41,8 +41,6 @@ _HALTED_SECONDS, _HALTED_WORKER_SECONDS = 1.0, 4.0
 _LAST_WORDS_SECONDS = 0.5
 _FIRST_WORDS_SECONDS = 30.0
 """If no worker has told its figures yet: the run was short, or the machine is busy."""
-_MOST_STARTS, _WITHIN_SECONDS = 10, 20.0
-"""Servers that die as fast as they are started have a reason that starting another one does not mend."""
 _DEATHS_ON_A_LEASE = 2
 _MOST_STILLBORN = 5
 """Workers that end before they can compute anything, in a row."""
@@ -104,6 +102,7 @@ class Staff:
             hosts={number: address(FIRST_SERVER + number) for number in numbers},
         )
         self._saving = saving
+        self._idle_codec = setup.codec.name if len(setup.memory) == 1 else "none"
         self._desk = start.run_id, start.run_dir
         self._workers: set[int] = set()
         self._servers: set[int] = set()
@@ -116,9 +115,6 @@ class Staff:
         self._seen: dict[int, WorkerSeen] = {}
         self._killed: dict[Lease, int] = {}
         self._stillborn = 0
-        self._started: set[int] = set()
-        """Numbers of servers that there have been."""
-        self._starts: list[float] = []
         self._halted: dict[int, float] = {}
         self._looked = 0.0
         self._stop: str | None = None
@@ -162,6 +158,9 @@ class Staff:
         self._clerk.begin(time.monotonic())
         for text in first_words(served.model, served.recipe, workers=served.workers, deterministic=False):
             self._tell(Notice(step=self._clerk.version, text=text))
+        if self._idle_codec not in ("none", "auto"):
+            text = f"codec={self._idle_codec!r} is for what travels between hosts; here all share the memory of one"
+            self._tell(Notice(step=self._clerk.version, text=text))
         with contextlib.closing(Desk(*self._desk, self._rescale)) as desk:
             self._until_over(desk)
         self._end_all()
@@ -202,18 +201,6 @@ class Staff:
             self._crew.send(seat, encode(message), buffers)
 
     def start_server(self, number: int) -> None:
-        now = time.monotonic()
-        if number not in self._started:
-            self._started.add(number)
-            self._servers.add(FIRST_SERVER + number)
-            self._crew.add(FIRST_SERVER + number)
-            return
-        self._starts = [then for then in self._starts if now - then < _WITHIN_SECONDS] + [now]
-        if len(self._starts) > _MOST_STARTS:
-            raise WorkerError(
-                f"servers ended and were started {len(self._starts)} times within {_WITHIN_SECONDS:.0f} s; what the "
-                "last one said is in its log"
-            )
         self._servers.add(FIRST_SERVER + number)
         self._crew.add(FIRST_SERVER + number)
 
@@ -258,10 +245,11 @@ class Staff:
 
     def _bury(self, end: Ended, now: float) -> None:
         seat = end.worker
+        halted = self._halted.pop(seat, None) is not None
+        how = "was stopped, did not go on, and was ended" if halted else how_it_ended(end)
         if seat >= FIRST_SERVER:
-            self._halted.pop(seat, None)
             self._servers.discard(seat)
-            self._clerk.ended(seat, how_it_ended(end), now)
+            self._clerk.ended(seat, how, now)
             return
         self._workers.discard(seat)
         if seat in self._leaving:
@@ -270,13 +258,13 @@ class Staff:
             return
         if self._elasticity is None:
             raise ended_error(end, self._logs)
-        if self._halted.pop(seat, None) is None:
-            self._count_death(seat, how_it_ended(end))
-        self._clerk.ended(seat, how_it_ended(end), now)
+        if not halted:
+            self._count_death(seat, how)
+        self._clerk.ended(seat, how, now)
         joined = []
         if len(self._workers - self._leaving) < self._target:
             joined = [self._start_next()]
-        self._tell_change(joined=joined, lost=[seat], why=how_it_ended(end))
+        self._tell_change(joined=joined, lost=[seat], why=how)
 
     def _count_death(self, seat: int, how: str) -> None:
         """Two deaths of the same samples are no accident, nor are many before anything is computed."""

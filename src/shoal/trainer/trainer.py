@@ -24,6 +24,7 @@ from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
+from shoal.monitor.wording import counted
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -398,6 +399,10 @@ class Trainer(Configured):
                 return attempt(start, elasticity)
             except EverythingLost as error:
                 if not left:
+                    error.add_note(
+                        "The run was started again as often as it may be (restarts=). resume='last' goes on from its "
+                        "last checkpoint; with checkpoint_every= there are more of them"
+                    )
                     raise
                 lost = str(error)
                 if elasticity is not None:
@@ -409,7 +414,8 @@ class Trainer(Configured):
             found, _ = find_checkpoint("last", run_dir=start.run_dir, name=self.name, warn=watch.warn)
             loaded = found or start.loaded
             origin = "from the beginning" if loaded is None else f"from step {loaded.step} ({loaded.path})"
-            watch.restarted(0 if loaded is None else loaded.step, f"{lost}; going on {origin}; {left} restarts left")
+            said = f"{lost}; going on {origin}; {counted(left, 'restart')} left"
+            watch.restarted(0 if loaded is None else loaded.step, said)
             start = replace(start, loaded=loaded)
 
     def _name_samples(self, error: WorkerError) -> None:
