@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.core.errors import ConfigError
-from shoal.syncs.server.cutting import ALIGNMENT, SMALLEST, Cut, cut
+from shoal.syncs.server.cutting import ALIGNMENT, LARGEST, SMALLEST, Cut, cut
 
 Params = list[tuple[str, Tensor]]
 
@@ -31,14 +31,16 @@ def filled(made: Cut, params: Params) -> Tensor:
 
 
 @settings(deadline=None, max_examples=60)
-@given(models, st.booleans(), st.integers(1, 20))
-def test_pieces_are_the_parameters(kinds: list[tuple[tuple[int, ...], torch.dtype]], whole: bool, shards: int) -> None:
+@given(models, st.booleans(), st.integers(1, 20), st.sampled_from([16, 80, 1000, LARGEST]))
+def test_pieces_are_the_parameters(
+    kinds: list[tuple[tuple[int, ...], torch.dtype]], whole: bool, shards: int, largest: int
+) -> None:
     params = drawn(*kinds)
     if not any(param.numel() for _, param in params):
         with pytest.raises(ConfigError, match="no parameter"):
             cut(params, whole=whole, shards=shards)
         return
-    made = cut(params, whole=whole, shards=shards)
+    made = cut(params, whole=whole, shards=shards, largest=largest)
     assert 1 <= len(made.shards) <= shards
     assert [shard.number for shard in made.shards] == list(range(len(made.shards)))
     assert made.shards[0].start == 0 and made.shards[-1].stop == made.size
@@ -52,8 +54,14 @@ def test_pieces_are_the_parameters(kinds: list[tuple[tuple[int, ...], torch.dtyp
         views = made.pieces(area[shard.start : shard.stop].clone(), shard.number)
         for piece, view in zip(shard.pieces, views, strict=True):
             assert view.shape == (piece.stop - piece.start,)
+            assert whole or view.nbytes <= largest
             assert sum(part.numel() for part in found.get(piece.param, [])) == piece.start
             found.setdefault(piece.param, []).append(view)
+        portions = shard.portions
+        assert len({portion.param for portion in portions}) == len(portions)
+        for portion in portions:
+            inside = [piece for piece in shard.pieces if piece.param == portion.param]
+            assert (portion.start, portion.stop) == (inside[0].start, inside[-1].stop)
     for number, (_, param) in enumerate(params):
         assert torch.equal(torch.cat(found[number]), param.reshape(-1))
         assert torch.equal(made.view(area, number), param)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.core.errors import PayloadError
 from shoal.core.spec import AnyCodec, AutoCodec, Bf16, Fp16, Int8, NoCodec, OneBit, PowerSGD, TopK
 from shoal.syncs.server import pushcodec
-from shoal.syncs.server.cutting import Cut, cut
+from shoal.syncs.server.cutting import LARGEST, Cut, cut
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.pushcodec import PushCodec, decode_part, has_codec, note, stretches
 
@@ -28,9 +28,12 @@ LOSSY: list[AnyCodec] = [
 NAMES = [f"{spec.name}-{number}" for number, spec in enumerate(LOSSY)]
 
 
-@pytest.fixture
-def model() -> Cut:
-    """A matrix that is cut by a shard's edge, odd lengths with gaps behind them, one of double precision, one empty."""
+@pytest.fixture(params=[LARGEST, 64], ids=["large", "small"])
+def model(request: pytest.FixtureRequest) -> Cut:
+    """A matrix that is cut by a shard's edge, odd lengths with gaps behind them, one of double precision, one empty.
+
+    Into pieces for optimizers as large as they are, and many small ones.
+    """
     torch.manual_seed(3)
     params = [
         ("matrix", torch.zeros(40, 33)),
@@ -40,7 +43,7 @@ def model() -> Cut:
         ("cube", torch.zeros(12, 5, 3)),
         ("last", torch.zeros(3)),
     ]
-    return cut(params, shards=3)
+    return cut(params, shards=3, largest=request.param)
 
 
 def fill(cut: Cut, *, unused: tuple[int, ...] = ()) -> Tensor:
@@ -128,8 +131,19 @@ def test_what_was_not_acknowledged_is_encoded_to_the_same_bytes_again(model: Cut
     assert not torch.equal(sent(codec, model, Lease(1, 0, 4), area), first)
 
 
-def test_what_is_kept_of_an_unused_parameter_stays() -> None:
-    layout = cut([("one", torch.zeros(64)), ("two", torch.zeros(64))], shards=1)
+@pytest.mark.parametrize("spec", [NoCodec(), *LOSSY], ids=["none", *NAMES])
+def test_pieces_for_optimizers_do_not_change_what_is_encoded_together(spec: AnyCodec) -> None:
+    params = [("matrix", torch.zeros(40, 33)), ("odd", torch.zeros(7))]
+    assert stretches(cut(params, largest=64), spec) == stretches(cut(params), spec)
+
+
+@pytest.mark.parametrize("together", [128, 512])
+@pytest.mark.parametrize("largest", [LARGEST, 64])
+def test_what_is_kept_of_an_unused_parameter_stays(
+    largest: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushcodec, "ENCODED_BYTES", together)
+    layout = cut([("one", torch.zeros(64)), ("two", torch.zeros(64))], shards=1, largest=largest)
     codec = PushCodec(Int8(block=8), layout, seat=0, seed=0)
     sent(codec, layout, Lease(0, 0, 1), fill(layout))
     commit(codec, layout)

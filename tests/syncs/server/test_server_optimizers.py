@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.core.errors import ConfigError
 from shoal.data.parcel import seal, unseal
 from shoal.syncs.server import optimizers
-from shoal.syncs.server.cutting import cut
+from shoal.syncs.server.cutting import LARGEST, cut
 
 Maker = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -85,9 +85,9 @@ class Model:
 class Servers:
     """One optimizer for each shard, over an area that holds all weights."""
 
-    def __init__(self, model: Model, shards: int) -> None:
+    def __init__(self, model: Model, shards: int, largest: int = LARGEST) -> None:
         params, whole = model.trained(), optimizers.needs_whole(model.optimizer)
-        self.cut = cut(params, whole=whole, shards=shards)
+        self.cut = cut(params, whole=whole, shards=shards, largest=largest)
         self.setup: Any = SimpleNamespace(cut=self.cut, params=params, optimizer=model.optimizer, tables=())
         self.weights = self.area({name: param.detach() for name, param in params})
         self.numbers = range(len(self.cut.shards))
@@ -153,11 +153,11 @@ def agree(model: Model, servers: Servers) -> None:
     same(model.optimizer.state_dict(), servers.joined())
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 12])
+@pytest.mark.parametrize(("shards", "largest"), [(1, LARGEST), (1, 100), (2, LARGEST), (5, 100), (12, LARGEST)])
 @pytest.mark.parametrize("maker", MAKERS | WHOLE)
-def test_servers_do_what_one_process_does(maker: str, shards: int) -> None:
+def test_servers_do_what_one_process_does(maker: str, shards: int, largest: int) -> None:
     make = (MAKERS | WHOLE)[maker]
-    model, servers = Model(make), Servers(Model(make), shards)
+    model, servers = Model(make), Servers(Model(make), shards, largest)
     if maker in MAKERS:
         assert len(servers.cut.shards) == shards
     same(model.optimizer.state_dict(), servers.joined())
@@ -186,7 +186,7 @@ def test_muon() -> None:
 def test_resume_in_both_directions(maker: str, done: int) -> None:
     """Servers, a checkpoint, one process, a checkpoint, other servers: as if it had been one process all along."""
     make = (MAKERS | WHOLE)[maker]
-    straight, servers = Model(make), Servers(Model(make), 5)
+    straight, servers = Model(make), Servers(Model(make), 5, largest=100)
     for step in range(done):
         straight.step(step)
         servers.step(straight.gradients(step))

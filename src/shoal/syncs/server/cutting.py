@@ -1,8 +1,9 @@
 """How the trained parameters of a model lie in memory, and how that is cut into shards.
 
 All parameters lie one after the other in the *area*, each at a multiple of 64 bytes. A *shard* is a range of the area,
-and the part of a parameter that lies in a shard is a *piece*. Weights, gradients and sums all have this layout, so a
-parameter is one contiguous view of the area, and what belongs to a shard can be sent or added as one range of bytes.
+and the part of a parameter that lies in a shard is a *piece*, or several, one after the other. Weights, gradients and
+sums all have this layout, so a parameter is one contiguous view of the area, and what belongs to a shard can be sent or
+added as one range of bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ ALIGNMENT = 64
 """Parameters and shards start at multiples of this: a line of the processor's cache, and of any element's size."""
 SMALLEST = 1024
 """Bytes; models that would have smaller shards have fewer."""
+LARGEST = 4 << 20
+"""Bytes of a piece. Optimizers make memory of a piece's size in each step and let go of it: of small ones the allocator
+keeps it, and it stays in the cache; for each large one the system clears new pages, and AdamW takes twice the time."""
 
 
 class Piece(NamedTuple):
@@ -45,6 +49,17 @@ class Shard:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def portions(self) -> list[Piece]:
+        """All of each parameter that lies here, as one."""
+        found: list[Piece] = []
+        for piece in self.pieces:
+            if found and found[-1].param == piece.param:
+                found[-1] = found[-1]._replace(stop=piece.stop)
+            else:
+                found.append(piece)
+        return found
 
 
 @dataclass(frozen=True)
@@ -84,10 +99,11 @@ class Cut:
         return hashlib.sha256(told.encode()).hexdigest()
 
 
-def cut(params: Sequence[tuple[str, Tensor]], *, whole: bool = False, shards: int = 12) -> Cut:
+def cut(params: Sequence[tuple[str, Tensor]], *, whole: bool = False, shards: int = 12, largest: int = LARGEST) -> Cut:
     """Cut these parameters into shards of about equal bytes; with `whole`, only between parameters.
 
-    A shard is never empty: small models, and those of few parameters that stay whole, have fewer shards.
+    A shard is never empty: small models, and those of few parameters that stay whole, have fewer shards. Pieces have at
+    most `largest` bytes, but for those of `whole` parameters.
     """
     if shards < 1:
         raise ValueError(f"shards={shards}; there must be at least 1")
@@ -100,7 +116,7 @@ def cut(params: Sequence[tuple[str, Tensor]], *, whole: bool = False, shards: in
     bounds = [0, *sorted(inner - {0, size}), size]
     return Cut(
         size=size,
-        shards=tuple(_shards(params, offsets, bounds)),
+        shards=tuple(_shards(params, offsets, bounds, size if whole else largest)),
         offsets=tuple(offsets),
         shapes=tuple(tuple(param.shape) for _, param in params),
         dtypes=tuple(param.dtype for _, param in params),
@@ -122,7 +138,9 @@ def _nearest(offsets: Sequence[int], place: float) -> int:
     return min(offsets[after - 1 : after + 1], key=lambda offset: abs(offset - place))
 
 
-def _shards(params: Sequence[tuple[str, Tensor]], offsets: Sequence[int], bounds: Sequence[int]) -> list[Shard]:
+def _shards(
+    params: Sequence[tuple[str, Tensor]], offsets: Sequence[int], bounds: Sequence[int], largest: int
+) -> list[Shard]:
     pieces: list[list[Piece]] = [[] for _ in bounds[1:]]
     for number, (offset, (_, param)) in enumerate(zip(offsets, params, strict=True)):
         item, elements = param.dtype.itemsize, param.numel()
@@ -130,11 +148,12 @@ def _shards(params: Sequence[tuple[str, Tensor]], offsets: Sequence[int], bounds
         start = 0
         # At least one piece, even of a parameter without elements: an optimizer has a state for that too.
         while True:
-            stop = min(elements, (bounds[shard + 1] - offset) // item)
+            end = (bounds[shard + 1] - offset) // item
+            stop = min(elements, end, start + largest // item)
             pieces[shard].append(Piece(number, start, stop))
             if stop == elements:
                 break
-            start, shard = stop, shard + 1
+            start, shard = stop, shard + (stop == end)
     return [
         Shard(number, start, stop, tuple(inside))
         for number, (start, stop, inside) in enumerate(zip(bounds[:-1], bounds[1:], pieces, strict=True))

@@ -259,11 +259,13 @@ def _owned(setup: Setup) -> list[tuple[Tensor, int]]:
 def _members(setup: Setup, shard: int) -> list[list[int]]:
     """For each group of the user's optimizer, which pieces of the shard are in it; in the group's order."""
     numbers = _numbers(setup)
-    positions = {piece.param: position for position, piece in enumerate(setup.cut.shards[shard].pieces)}
+    positions: dict[int, list[int]] = {}
+    for position, piece in enumerate(setup.cut.shards[shard].pieces):
+        positions.setdefault(piece.param, []).append(position)
     members = []
     for group in setup.optimizer.param_groups:
         inside = (numbers.get(id(param), -1) for param in group["params"])
-        members.append([positions[number] for number in inside if number in positions])
+        members.append([position for number in inside for position in positions.get(number, ())])
     return members
 
 

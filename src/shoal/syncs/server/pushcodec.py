@@ -112,7 +112,7 @@ def _grains(cut: Cut, number: int, spec: AnyCodec) -> list[Stretch]:
     found: list[Stretch] = []
     at = shard.start
     encoded = False
-    for piece in shard.pieces:
+    for piece in shard.portions:
         dtype = cut.dtypes[piece.param]
         size = dtype.itemsize
         base = cut.offsets[piece.param]
@@ -229,7 +229,7 @@ class PushCodec:
     def _where(self, stretch: Stretch, params: Sequence[int]) -> list[slice]:
         """Where numbers of these parameters are in a stretch."""
         found = []
-        for piece in self._cut.shards[stretch.shard].pieces:
+        for piece in self._cut.shards[stretch.shard].portions:
             if piece.param in params:
                 base = self._cut.offsets[piece.param] - stretch.start
                 start, stop = (base + 4 * piece.start) // 4, (base + 4 * piece.stop) // 4
