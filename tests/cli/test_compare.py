@@ -95,6 +95,21 @@ def test_what_exchange_took_is_compared() -> None:
     assert figures["exposed seconds"] == [2.0, None] and figures["bytes sent"] == [1 << 20, 0]
 
 
+def test_what_exchange_took_is_not_told_of_servers() -> None:
+    """Their workers push and pull, and no group's operation has a beginning and an end that could be timed."""
+    for run_id, operations in (("group", 3), ("servers", 0)):
+        sent = Traffic(
+            [Flow("gradient", "none", "memory", 1 << 20, 4)], operations, float(operations), 0.5 * operations
+        )
+        with Store.open() as store:
+            writer = RunWriter(store, NewRun(id=run_id, name=run_id, created=1000.0, workers=2))
+            writer.begin()
+            writer.write([WorkerSeen(step=1, worker=0, samples=8, seconds={}, traffic=sent)])
+    figures = json.loads(shoal("group", "servers", "--json").stdout)["figures"]
+    assert figures["exchange seconds"] == [3.0, None] and figures["exposed seconds"] == [1.5, None]
+    assert figures["bytes sent"] == [1 << 20, 1 << 20]
+
+
 def made(run_id: str, rate: float = 0.1, optimizer: str = "AdamW", torch: str = "2.13.0", **changes: Any) -> None:
     """A run of which Shoal knows more than the Trainer's arguments."""
     values: dict[str, Any] = {

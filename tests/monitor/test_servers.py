@@ -98,6 +98,12 @@ def test_before_the_first_push_nothing_is_said(counts: tuple[int, ...]) -> None:
     assert server_facts(seen) == [] and servers_words(seen) == "0 servers"
 
 
+def test_a_process_that_only_has_copies_is_no_second_server() -> None:
+    keeper = ServerFacts(number=1, shards=0, bytes=0, mirrored=12)
+    assert servers_words(ServersSeen(step=1, servers=[NEAR, keeper], staleness=[])) == "1 server and 1 for copies"
+    assert servers_words(ServersSeen(step=1, servers=[NEAR, FAR], staleness=[])) == "2 servers"
+
+
 @pytest.mark.parametrize(
     ("sync", "words"),
     [

@@ -307,6 +307,17 @@ def test_both_copies_lost_before_any_checkpoint_begins_anew(tmp_path: Path) -> N
     assert_calm(trainer)
 
 
+def test_lost_without_restarts_says_how_to_go_on(tmp_path: Path) -> None:
+    plan = FaultPlan().kill("server-1", step=10)
+    run = {"run_dir": tmp_path / "run", "checkpoint_every": 4, "min_workers": 1}
+    with pytest.raises(WorkerError, match="there were no copies of it") as caught:
+        fit("server:durability=none", restarts=0, faults=plan, **run)
+    assert any("resume='last' goes on from its last checkpoint" in note for note in caught.value.__notes__)
+    trainer, result, seen = fit("server:durability=none", resume="last", **run)
+    assert seen.steps == list(range(9, STEPS + 1)) and result.steps == STEPS
+    assert_calm(trainer)
+
+
 def test_servers_die_one_after_the_other(tmp_path: Path) -> None:
     """Each time with copies made anew in between."""
     plan = FaultPlan().ledger(tmp_path)
@@ -344,7 +355,7 @@ def test_a_stopped_server_is_replaced(point: str, tmp_path: Path) -> None:
     trainer, _, seen = fit(min_workers=1, faults=plan)
     assert len(plan.fired()) == 1
     assert seen.steps == list(range(1, STEPS + 1))
-    assert "server 1" in seen.notices
+    assert "server 1 was stopped, did not go on, and was ended" in seen.notices
     assert_whole(tmp_path, seen)
     assert_calm(trainer)
 

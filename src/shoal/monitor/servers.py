@@ -107,10 +107,14 @@ def staleness_words(seen: ServersSeen) -> str:
 
 
 def servers_words(seen: ServersSeen) -> str:
-    """In one line: "2 servers, gradients lacked 0.05 steps on average, 1 replaced"."""
+    """In one line: "2 servers, gradients lacked 0.05 steps on average, 1 replaced".
+
+    Where one server has all weights, another process has the copies.
+    """
     mean = mean_staleness(seen)
+    keepers = sum(not facts.shards and facts.mirrored > 0 for facts in seen.servers)
     words = [
-        counted(len(seen.servers), "server"),
+        counted(len(seen.servers) - keepers, "server") + (f" and {keepers} for copies" if keepers else ""),
         "" if mean is None else f"gradients lacked {figure(mean)} steps on average",
         f"{seen.replaced:,} replaced" if seen.replaced else "",
     ]
