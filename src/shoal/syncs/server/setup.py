@@ -36,8 +36,9 @@ class Memory:
         self._size = size
         self._seats, self._steps = seats, steps
         self.weights = shared(size)
-        self.state = shared(16 * shards).view(torch.int64).view(shards, 2)
-        """For each shard: a count that is odd while the weights change, and their version."""
+        self.state = shared(16 * shards).view(torch.int64).view(shards, 2).numpy()
+        """For each shard: a count that is odd while the weights change, and their version. One element of an array is
+        read and written in a fraction of what a tensor takes."""
         self._gradients = shared(2 * seats * size)
         self._sums = shared(steps * size)
 
