@@ -98,10 +98,13 @@ def test_before_the_first_push_nothing_is_said(counts: tuple[int, ...]) -> None:
     assert server_facts(seen) == [] and servers_words(seen) == "0 servers"
 
 
-def test_a_process_that_only_has_copies_is_no_second_server() -> None:
-    keeper = ServerFacts(number=1, shards=0, bytes=0, mirrored=12)
-    assert servers_words(ServersSeen(step=1, servers=[NEAR, keeper], staleness=[])) == "1 server and 1 for copies"
+def test_a_process_that_holds_no_weights_is_no_second_server() -> None:
+    keeper, idle = ServerFacts(number=1, shards=0, bytes=0, mirrored=12, received=336), ServerFacts(2, 0, 0)
+    assert servers_words(ServersSeen(step=1, servers=[NEAR, keeper], staleness=[])) == "1 server, 1 for copies"
+    alone = ServersSeen(step=1, servers=[NEAR, keeper, idle, idle], staleness=[])
+    assert servers_words(alone) == "1 server, 1 for copies, 2 with nothing to hold"
     assert servers_words(ServersSeen(step=1, servers=[NEAR, FAR], staleness=[])) == "2 servers"
+    assert server_rows(alone, near=True)[1][-3:-1] == ("shared memory", "shared memory")
 
 
 @pytest.mark.parametrize(

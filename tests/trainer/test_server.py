@@ -61,6 +61,34 @@ def test_bsp_gives_the_weights_of_allreduce(optimizer: str, clip: float | None, 
     assert relative_difference(ours, theirs) < TOLERANCE
 
 
+@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])
+def test_a_schedule_that_changes_the_rate_when_it_is_made(rate: Any) -> None:
+    """A rate that is a tensor is changed where it lies."""
+    options = {
+        "optimizer": lambda params: torch.optim.AdamW(
+            params, lr=rate.clone() if isinstance(rate, torch.Tensor) else rate
+        ),
+        "schedule": lambda optimizer, total: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=total),
+    }
+    assert relative_difference(trained("server", **options), trained("allreduce", **options)) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_parameters_may_lie_in_memory_in_any_order() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(3)
+        made = mlp()
+        for param in made.parameters():
+            param.data = param.data.t().contiguous().t()
+        assert not all(param.is_contiguous() for param in made.parameters())
+        return made
+
+    nets = [net(), net()]
+    for each, sync in zip(nets, ("server", "allreduce"), strict=True):
+        Trainer(each, entropy, sgd, classes(), batch_size=48, steps=STEPS, workers=2, sync=sync).fit()
+    assert relative_difference(*nets) < TOLERANCE
+
+
 @pytest.mark.parametrize("durability", ["none", "peer", "disk"])
 def test_durability_changes_nothing_while_nobody_dies(durability: str) -> None:
     assert relative_difference(trained(f"server:durability={durability}"), trained("allreduce")) < TOLERANCE

@@ -23,7 +23,7 @@ MEMORY = "shared memory"
 MOST_PLACES = 10
 """Of the histogram of staleness; the rest is added up in the last."""
 _LETTERS = 4096
-"""Bytes for each push that servers and workers on one host may say to each other: more are gradients."""
+"""Bytes for each push that servers and workers on one host may say to each other: more are gradients or rows."""
 
 
 def stored_servers(events: Sequence[EventRow]) -> ServersSeen | None:
@@ -50,9 +50,10 @@ def on_one_host(config: Mapping[str, Setting]) -> bool:
 def server_rows(seen: ServersSeen, *, near: bool) -> list[tuple[str, ...]]:
     """Cells under `SERVER_TITLES`, in order of servers. `near`: all is on one host, where only letters leave memory."""
     rows: list[tuple[str, ...]] = []
+    pushes = max((facts.pushes for facts in seen.servers), default=0) + 1
     for facts in sorted(seen.servers, key=lambda facts: facts.number):
         inside = MEMORY if facts.pushes or facts.mirrored else NOTHING
-        far = facts.received > _LETTERS * facts.pushes if near else facts.received or facts.sent
+        far = facts.received > _LETTERS * pushes if near else facts.received or facts.sent
         rows.append(
             (
                 str(facts.number),
@@ -109,12 +110,15 @@ def staleness_words(seen: ServersSeen) -> str:
 def servers_words(seen: ServersSeen) -> str:
     """In one line: "2 servers, gradients lacked 0.05 steps on average, 1 replaced".
 
-    Where one server has all weights, another process has the copies.
+    Where one server has all weights, another process has the copies; and of a small model there may be none for some.
     """
     mean = mean_staleness(seen)
     keepers = sum(not facts.shards and facts.mirrored > 0 for facts in seen.servers)
+    idle = sum(not facts.shards and not facts.mirrored for facts in seen.servers)
     words = [
-        counted(len(seen.servers) - keepers, "server") + (f" and {keepers} for copies" if keepers else ""),
+        counted(len(seen.servers) - keepers - idle, "server"),
+        f"{keepers:,} for copies" if keepers else "",
+        f"{idle:,} with nothing to hold" if idle else "",
         "" if mean is None else f"gradients lacked {figure(mean)} steps on average",
         f"{seen.replaced:,} replaced" if seen.replaced else "",
     ]

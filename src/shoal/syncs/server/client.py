@@ -270,6 +270,7 @@ class Client:
             if changing:
                 self._lines.turn(_RETRY)
         self._pulling = None
+        self._copying.finish()
         return [versions[shard] for shard in self._shards]
 
     def _read(self, pulling: _Pulling, shard: int) -> int | None:

@@ -104,8 +104,12 @@ class Holdings:
         place = self._setup.cut.shards[shard]
         weights = torch.zeros(place.stop - place.start, dtype=torch.uint8)
         with torch.no_grad():
+            flat = {
+                number: self._setup.params[number][1].detach().reshape(-1)
+                for number in {piece.param for piece in place.pieces}
+            }
             for piece, view in zip(place.pieces, self._setup.cut.pieces(weights, shard), strict=True):
-                view.copy_(self._setup.params[piece.param][1].detach().reshape(-1)[piece.start : piece.stop])
+                view.copy_(flat[piece.param][piece.start : piece.stop])
         return Holding(self._setup, shard, weights, version)
 
     def _replay(self) -> None:

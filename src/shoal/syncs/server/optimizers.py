@@ -198,15 +198,15 @@ def _split(setup: Setup, shard: int) -> Tree:
     """The tree of a shard, of the state that the run starts from."""
     template, whole = setup.optimizer, needs_whole(setup.optimizer)
     owners = {number: param for param, number in _owned(setup)}
+    flat: dict[int, Tensor] = {}
     pieces: list[dict[str, Any] | None] = []
     for piece in setup.cut.shards[shard].pieces:
         param = owners.get(piece.param)
         if param is None or param not in template.state:
             pieces.append(None)
         else:
-            pieces.append(
-                {key: _cut_out(setup, piece, key, value, whole) for key, value in template.state[param].items()}
-            )
+            items = template.state[param].items()
+            pieces.append({key: _cut_out(setup, piece, key, value, whole, flat) for key, value in items})
     return {
         "pieces": pieces,
         "groups": [_options(group) for group in template.param_groups],
@@ -214,8 +214,11 @@ def _split(setup: Setup, shard: int) -> Tree:
     }
 
 
-def _cut_out(setup: Setup, piece: Piece, key: str, value: Any, whole: bool) -> Any:
-    """What of a parameter's state is a piece's: its elements, or what is one for all of them."""
+def _cut_out(setup: Setup, piece: Piece, key: str, value: Any, whole: bool, flat: dict[int, Tensor]) -> Any:
+    """What of a parameter's state is a piece's: its elements, or what is one for all of them.
+
+    `flat` keeps what was laid flat for other pieces: that may have been a copy.
+    """
     shape = setup.cut.shapes[piece.param]
     if whole or not shape or not isinstance(value, Tensor) or not value.dim():
         return value
@@ -225,7 +228,9 @@ def _cut_out(setup: Setup, piece: Piece, key: str, value: Any, whole: bool) -> A
             f"{kind} keeps {key!r} of shape {tuple(value.shape)} for {setup.cut.names[piece.param]}, which has "
             f'{shape}: it does not treat each element by itself. Set {kind}.works_on = "tensors"'
         )
-    return value.detach().reshape(-1)[piece.start : piece.stop]
+    if id(value) not in flat:
+        flat[id(value)] = value.detach().reshape(-1)
+    return flat[id(value)][piece.start : piece.stop]
 
 
 def _shape(setup: Setup, piece: Piece, whole: bool) -> tuple[int, ...]:

@@ -25,6 +25,13 @@ class Copying:
         self._memory = memory
         self._there: list[tuple[int, int] | None] = [None] * len(cut.shards)
         """For each shard: what its parameters hold, as holder and count of the shared memory; None if not of there."""
+        self._flat = {
+            number: torch.empty(param.numel(), dtype=param.dtype)
+            for number, param in enumerate(self._params)
+            if not param.is_contiguous()
+        }
+        """Parameters whose elements lie in another order: their values are gathered here, until all are there."""
+        self._gathered: set[int] = set()
 
     def size(self, shard: int) -> int:
         """Its bytes."""
@@ -70,17 +77,17 @@ class Copying:
                 dtype = self._cut.dtypes[piece.param]
                 base = self._cut.offsets[piece.param] - first
                 start, stop = base + piece.start * dtype.itemsize, base + piece.stop * dtype.itemsize
-                _put(self._params[piece.param], piece.start, piece.stop, weights[start:stop].view(dtype))
+                flat = self._flat.get(piece.param)
+                if flat is None:
+                    flat = self._params[piece.param].detach().view(-1)
+                else:
+                    self._gathered.add(piece.param)
+                flat[piece.start : piece.stop].copy_(weights[start:stop].view(dtype))
 
-
-def _put(param: nn.Parameter, start: int, stop: int, values: Tensor) -> None:
-    """Have these values as elements start … stop−1 of a parameter, laid flat."""
-    here = param.detach()
-    if here.is_contiguous():
-        here.view(-1)[start:stop].copy_(values)
-    elif stop - start == here.numel():
-        here.copy_(values.view(here.shape))
-    else:
-        flat = here.reshape(-1)
-        flat[start:stop] = values
-        here.copy_(flat.view(here.shape))
+    def finish(self) -> None:
+        """All shards have been copied."""
+        with torch.no_grad():
+            for number in self._gathered:
+                param = self._params[number].detach()
+                param.copy_(self._flat[number].view(param.shape))
+        self._gathered.clear()

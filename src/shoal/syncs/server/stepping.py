@@ -174,7 +174,8 @@ class Stepper:
         if self._setup.make_schedule is None:
             return None
         groups = self._optimizer.param_groups
-        before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        # copies: schedules change a rate that is a tensor where it lies
+        before = [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
         schedule = self._setup.make_schedule(self._optimizer)
         if self._setup.schedule_state is not None:
             schedule.load_state_dict(copy.deepcopy(self._setup.schedule_state))
