@@ -15,6 +15,14 @@ from shoal.comm.shm import segment
 NOBODY = 65534
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these tests alone: other runs on this machine sweep /dev/shm, and find there what these leave on purpose."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(segment, "FOLDER", folder)
+
+
 def named() -> list[str]:
     return [path.name for path in segment.FOLDER.glob(f"{segment.PREFIX}*")]
 
