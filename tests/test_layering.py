@@ -17,6 +17,7 @@ ROOMS = (
     "engines",
     "monitor",
     "comm",
+    "draws",
     "data",
     "checkpoint",
     "layouts",

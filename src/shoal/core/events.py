@@ -155,6 +155,8 @@ class Notice(Event, frozen=True, tag=True, kw_only=True):
     """Something a person should know."""
 
     text: str
+    quiet: bool = False
+    """Whether it is for the report alone: it changes nothing in this run."""
 
 
 class Regrouped(Event, frozen=True, tag=True, kw_only=True):

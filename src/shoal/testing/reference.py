@@ -11,7 +11,11 @@ from torch.utils.data import default_collate
 
 from shoal.core.atoms import Course, Span
 from shoal.core.permutation import Permutation
-from shoal.trainer.step import atom_key, order_key
+from shoal.draws import here
+from shoal.draws.forward import Forward, Keying, seed_of
+from shoal.draws.sites import Names
+from shoal.draws.stand import standing
+from shoal.trainer.step import order_key
 
 
 def sample_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -43,19 +47,30 @@ def reference_fit(
     seed: int = 0,
     by_atom: bool = False,
 ) -> list[float]:
-    """Train `model` here and now; returns the loss of each step. `by_atom` for models that draw random numbers."""
+    """Train `model` here and now, a batch as a whole or `by_atom`; returns the loss of each step.
+
+    What it draws is what a run draws: by position.
+    """
     course = Course(len(data), batch_size)
     made = optimizer(list(model.named_parameters()))
     scheduler = schedule(made, steps) if schedule is not None else None
     losses = []
+    keying = Keying()
+    keying.names = Names([model])
     for step in range(steps):
         made.zero_grad()
         total: Tensor | float = 0.0
         weights = 0.0
         for part, indices in batches_of(course, step, seed=seed, by_atom=by_atom):
-            torch.manual_seed(atom_key(seed, step, part.atom))
-            value, weight = _sum_and_weight(loss(model, collate([data[index] for index in indices])), len(indices))
-            value.backward()
+            start = course.step(step).start
+            batch = collate([data[index] for index in indices])
+            forward = Forward(keying, range(part.start - start, part.stop - start), seed_of(seed, step, 0))
+            with standing():
+                forward.begin()
+                here.enter(forward)
+                value, weight = _sum_and_weight(loss(model, batch), len(indices))
+                value.backward()
+                here.enter(None)
             total = total + value.detach()
             weights += weight
         for param in model.parameters():

@@ -98,8 +98,9 @@ class Evaluator:
             for samples, batch in self._part.batches():
                 if self._loss is not None:
                     loss = read_loss(self._loss(model, batch), training=False)
-                    total += float(loss.value) * (samples if loss.weight is None else 1.0)
-                    weight += samples if loss.weight is None else loss.weight
+                    each = float(samples) if loss.weight is None else loss.weight
+                    total += float(loss.value) * (each if loss.mean else 1.0) if each else 0.0
+                    weight += each
                 self._update(own, model, batch)
         told = self._session.gather({"loss": [total, weight], "states": [metric.state() for metric in own]})
         figures = self._merged(told)

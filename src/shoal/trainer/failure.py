@@ -22,6 +22,7 @@ from shoal.core.traces import own_traceback, place_of
 from shoal.engines.local import Ended
 from shoal.trainer.logs import ERR, log_path
 from shoal.trainer.messages import Failed
+from shoal.trainer.proof.rehearse import playing
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
@@ -77,6 +78,9 @@ _HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def describe(error: BaseException, session: Session | None) -> Failed:
     """What a worker tells of the error that ended it."""
+    rehearsal = playing()
+    if rehearsal is not None:
+        rehearsal.fell(error)
     where, step, positions = _where(session)
     if isinstance(error, WorkerError) and error.step is not None:
         step, positions = error.step, error.positions

@@ -137,7 +137,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
                 if session.standing is not None and session.stopping is not None:
                     break  # those who evaluated at the end of the step before have left the loop there
             for batch in step:
-                step.backward(recipe.loss(model, batch))
+                step.compute(recipe.loss, model, batch)
             if not step.overtaken:
                 update = step.apply(optimizer, clip=recipe.clip)
                 if average is not None:

@@ -33,6 +33,7 @@ def launch(
     *,
     seed: int = 0,
     deterministic: bool = False,
+    strict: bool = False,
     collective: str = "auto",
     codec: str | spec.AnyCodec = "none",
     run_dir: str | os.PathLike[str] | None = None,
@@ -71,6 +72,7 @@ def launch(
             start = Start(
                 seed=seed,
                 deterministic=deterministic,
+                strict=strict,
                 collective=collective,
                 codec=codec_spec,
                 run_id=place.run_id,

@@ -65,6 +65,7 @@ class LeasedSession(Session):
             channel,
             device=torch.device("cpu"),
             seed=start.seed,
+            strict=start.strict,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
             run_id=start.run_id,
             run_dir=None if start.run_dir is None else str(start.run_dir),
@@ -83,8 +84,7 @@ class LeasedSession(Session):
         self.track(model=model)
         mine = {id(param) for _, param in self.params}
         self._others = [param for param in model.parameters() if id(param) not in mine]
-        self.draws = start.deterministic
-        self.watches = not (self.draws or uses_batch_statistics(model))
+        self.overlap_backward()
         self._used = [False] * len(self.params)
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._marker(number))
@@ -282,7 +282,6 @@ class Outcome(NamedTuple):
     weight: float
     logs: dict[str, tuple[float, float]]
     """Sums and weights."""
-    draws: bool
     sent: int
     buffers: dict[int, Tensor]
     """For each of the model's buffers that forwards changed, by number, what `Buffers.learn` wants."""
@@ -356,7 +355,7 @@ class Leases:
         for batch in step:
             if session.tables is not None:
                 session.tables.batch(batch)
-            step.backward(self._recipe.loss(self._model, batch))
+            step.compute(self._recipe.loss, self._model, batch)
         seconds = time.perf_counter() - begun
         changed = session.buffers.totals()
         session.buffers.rewind()
@@ -370,7 +369,7 @@ class Leases:
         self._servers.push(scale=scale, used=session.used())
         session.times.exchange += time.perf_counter() - begun
         session.samples += sum(span.samples for span in step.own)
-        return Outcome(seconds, step.loss, step.weight, step.logs(), session.draws, self._servers.sent - sent, changed)
+        return Outcome(seconds, step.loss, step.weight, step.logs(), self._servers.sent - sent, changed)
 
     def close(self) -> None:
         with suppress(Exception):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ConfigError
+from shoal.trainer.counted import weight_of
 
 
 class Loss(NamedTuple):
@@ -17,6 +18,8 @@ class Loss(NamedTuple):
     value: Tensor
     weight: float | None
     logs: dict[str, float]
+    mean: bool
+    """Whether the value is a mean: over samples, or over what has `weight`, which was then counted by us."""
 
 
 _FORMS = 'return a scalar mean over the batch, or (sum, weight), or {"loss": either of these, "name": number, ...}'
@@ -52,6 +55,7 @@ def read_loss(returned: Any, *, training: bool) -> Loss:
         )
     if not returned.is_floating_point():
         raise ConfigError(f"the loss has dtype {returned.dtype}; it must be a floating-point scalar")
+    counted = weight_of(returned) if weight is None else None
     if training and not returned.requires_grad:
         raise ConfigError(
             "the loss is detached: no parameter's gradient can be computed from it; compute it from the "
@@ -59,7 +63,8 @@ def read_loss(returned: Any, *, training: bool) -> Loss:
             "without .item(), .detach(), .data or torch.no_grad(), and leave at least one parameter with "
             "requires_grad=True"
         )
-    return Loss(returned.reshape(()), weight, logs)
+    mean = weight is None
+    return Loss(returned.reshape(()), counted if mean else weight, logs, mean)
 
 
 def _model_output(returned: Any) -> str:

@@ -117,7 +117,7 @@ class _Worker:
         self._setup = setup
         self._task = task
         self._make_client = make_client
-        self._channel = LinkChannel(link, speaks=False)
+        self._channel = LinkChannel(link, speaks=False, notices=seat == 0)
         self._session: LeasedSession | None = None
         self._client: AClient | None = None
         self._part: Part | None = None
@@ -245,7 +245,6 @@ class _Worker:
                 loss=outcome.loss,
                 weight=outcome.weight,
                 logs=outcome.logs,
-                draws=outcome.draws,
                 sent=outcome.sent,
             ),
             outcome.buffers or None,

@@ -35,11 +35,14 @@ from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
 from shoal.elastic.board import Phase, Place
-from shoal.layouts.single import Buffers, uses_batch_statistics
+from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.keyed import Keyed
 from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
+from shoal.trainer.proof.proof import Proof
+from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.trainer.replica import Replica
 from shoal.trainer.restore import restore
 from shoal.trainer.saving import Saving
@@ -77,6 +80,7 @@ class Session:
         standing: Standing | None = None,
         place: Place | None = None,
         codec: AnyCodec | None = None,
+        strict: bool = False,
     ) -> None:
         """With `standing`, members may change, and `group` is that of the worker alone until the loop begins.
 
@@ -91,10 +95,8 @@ class Session:
         """Steps committed so far, in the loop under way."""
         self.stopping: str | None = None
         """Why the run ends early, once all workers have agreed that it does."""
-        self.draws = deterministic
-        """Whether every atom has a forward of its own, because the model draws random numbers."""
-        self.watches = not deterministic
-        """Whether to find out if it does."""
+        self.keyed = Keyed(seed)
+        self.proof = Proof(self.keyed, channel.emit, strict=strict)
         self.evaluating = False
         """Whether an evaluation is under way, for messages."""
         self.evaluated = -1
@@ -134,6 +136,7 @@ class Session:
         self._best = False
         self._best_step = 0
         self._lost_best: int | None = None
+        self._older = False
         self._began = self._told = time.monotonic()
         self._epoch: list[float] = [0.0, 0.0]
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
@@ -183,10 +186,6 @@ class Session:
         check_whole(0, optional=True, data_workers=data_workers)
         check_functions(optional=True, collate=collate)
         course = self.course = Course(check_data(data, "data"), batch_size)
-        # A forward with batch statistics depends on what is computed together in any case, and few samples at a time
-        # would make it a worse model.
-        batchwise = any(uses_batch_statistics(module) for module in self._replica.modules())
-        self.watches = not (self.draws or batchwise)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
         if start is None or self.stopping is not None:
@@ -205,6 +204,9 @@ class Session:
         fetcher = Fetcher(data, collate)
         loader = self.loader({"data": fetcher}, data_workers)
         loop = self._running = Loop(self, course, fetcher, loader, limit=micro_batch, start=start, total=total)
+        self.proof.begin(start, course, older=self._older)
+        self.keyed.know(self._replica.modules())
+        drawing = self.keyed.within()
         try:
             for number in range(start, total):
                 begun = time.perf_counter()
@@ -225,6 +227,7 @@ class Session:
                         self.standing.regroup(self)
             self._at = None
         finally:
+            drawing.__exit__(None, None, None)
             self._running = None
             loop.close()
             loader.close()
@@ -235,6 +238,7 @@ class Session:
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
+        self._not_in_a_rehearsal()
         mine = to_bytes(tree)
         with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
             told = self._group.gather_bytes(mine, STATE)
@@ -242,9 +246,15 @@ class Session:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all workers. All workers must call it."""
+        self._not_in_a_rehearsal()
         total = tensor.detach().clone().contiguous()
         self._group.sum(total, STATE).wait()
         return total
+
+    def _not_in_a_rehearsal(self) -> None:
+        rehearsal = playing()
+        if rehearsal is not None:
+            rehearsal.give_up("the loop asks other workers in its forward")
 
     # -- for the Trainer -----------------------------------------------------------------------------------------------
 
@@ -415,6 +425,7 @@ class Session:
         trees = self._trees()
         trees["codec"] = as_tree(self._encodings(), None)
         trees["session"]["evaluated"] = self.evaluated
+        trees["session"]["proven"] = self.keyed.proven
         trees["session"]["passing"] = self._replica.passing()
         trees["session"]["trains"] = self._replica.trains()
         trees["session"]["best"] = self._best_step
@@ -440,6 +451,7 @@ class Session:
         self.evaluated = told["evaluated"]
         self.log_names = list(told["logs"])
         self.buffers.know(told["buffers"])
+        self.keyed.load(told["draws"], proven=told["proven"])
         self._epoch = list(told["epoch"])
         self._best = False
 
@@ -533,6 +545,20 @@ class Session:
             self._epoch[0] += update.loss * update.weight
             self._epoch[1] += update.weight
 
+    # -- the proof -----------------------------------------------------------------------------------------------------
+
+    def rehearsal(self, fetch: Fetch, *, at: tuple[int, int], first: int, samples: int) -> Rehearsal:
+        """An examination of samples of step and phase `at`, from the one at `first` on."""
+        modules, keying = self._replica.modules(), self.keyed.keying
+        seed = self.seed, *at
+        return Rehearsal(modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap)
+
+    @property
+    def alone(self) -> bool:
+        """Whether a step is one forward over its whole batch."""
+        whole = self._running is None or self._running.whole
+        return self.workers == 1 and self.standing is None and whole
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _share(self, name: str, module: nn.Module) -> None:
@@ -595,6 +621,9 @@ class Session:
         self.step = saved["step"]
         self.log_names = list(saved["logs"])
         self.buffers.known = list(saved["buffers"])
+        self._older = "draws" not in saved
+        if not self._older:
+            self.keyed.load(saved["draws"], proven=False)
         self._epoch = list(saved["epoch"])
         return self.step
 
@@ -684,6 +713,7 @@ class Session:
             "batch": self.course.batch,
             "logs": self.log_names,
             "buffers": self.buffers.known,
+            "draws": self.keyed.tree(),
             "epoch": self._epoch,
         }
         return trees

@@ -38,7 +38,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
     position: int
     stopping: str | None
-    draws: bool
+    by_forward: str
+    """Why draws are seeded by the forward, if they are."""
     knowledge: list[bytes | None]
     """What is settled about each exchange."""
     private: int
@@ -202,15 +203,14 @@ class Standing:
         self._channel.speak(rank == 0)
 
     def _agree(self, group: Group, session: Session) -> list[_Told]:
-        mine = _Told(session.position, session.stopping, session.draws, session.knowledge(), session.private.holding)
+        mine = _Told(session.position, session.stopping, session.keyed.keying.by_forward, session.knowledge(), session.private.holding)
         told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
         if any(other.position < told[0].position for other in told):
             self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)
         session.share_private([other.private for other in told])
         # Members that differ in these are all at the place where it was decided: see docs/design/membership.md.
         session.stopping = next((other.stopping for other in told if other.stopping is not None), None)
-        if any(other.draws for other in told):
-            session.draws, session.watches = True, False
+        session.keyed.keying.by_forward = next((other.by_forward for other in told if other.by_forward), "")
         return told
 
     def _copy(self, group: Group, session: Session, step: int, *, behind: bool) -> None:

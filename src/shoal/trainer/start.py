@@ -48,6 +48,7 @@ class Start:
 
     seed: int = 0
     deterministic: bool = False
+    strict: bool = False
     collective: str = "auto"
     codec: AnyCodec = field(default_factory=NoCodec)
     run_id: str = ""
@@ -112,6 +113,7 @@ class Start:
             device=device,
             seed=self.seed,
             deterministic=self.deterministic,
+            strict=self.strict,
             codec=self.codec,
             saving=self.saving(channel),
             loaded=self.loaded,
@@ -152,6 +154,7 @@ class Start:
             device=device,
             seed=self.seed,
             deterministic=self.deterministic,
+            strict=self.strict,
             codec=self.codec,
             saving=saving,
             loaded=self.loaded,

@@ -7,7 +7,7 @@ What a step exchanges besides gradients rides in two short vectors. *Sums* are o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,9 @@ from shoal.elastic.board import Phase
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
+from shoal.trainer.keyed import Judgement
 from shoal.trainer.loss import read_loss
+from shoal.trainer.proof.rehearse import MOST_SAMPLES, Rehearsal
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
@@ -57,11 +59,6 @@ def order_key(seed: int, epoch: int) -> int:
     return derive(seed, "order", epoch)
 
 
-def atom_key(seed: int, step: int, atom: int, phase: int = 0) -> int:
-    """The seed of torch's generator at the beginning of a forward whose first atom is this one."""
-    return derive(seed, "forward", step, atom, phase)
-
-
 class Loop:
     """What all steps of one loop share: the course through the data, and its loading."""
 
@@ -82,13 +79,14 @@ class Loop:
         # Never more at once than in a full step: what fails over from others cannot run this worker out of memory.
         full = min(course.batch, course.size)
         largest_atom = max(atom.samples for atom in cut(full))
+        self._given = limit
         self.limit = limit or max(largest_atom, sum(span.samples for span in self.spans(full, session.rank)))
         """Samples in one forward at most."""
         self.least = 1
         """And at least, where there are enough."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
-        self._groups: dict[tuple[int, bool], list[list[Span]]] = {}
+        self._groups: dict[int, list[list[Span]]] = {}
         self._asked: dict[int, list[list[Span]]] = {}
         self._own: dict[int, int] = {}
         self._stream: Stream = loader.open("data", self._request, start)
@@ -110,11 +108,20 @@ class Loop:
         assert batches is not None
         return list(zip(self._asked.pop(step.step), batches, strict=True))
 
-    def take_apart(self, step: StepSpan, groups: Sequence[list[Span]]) -> list[tuple[list[Span], Any]]:
-        """These forwards anew, each atom alone; from now on all forwards are such."""
-        self.from_now_on(step.step + 1)
-        alone = forwards([span for group in groups for span in group], self.limit, alone=True)
-        return list(zip(alone, self.fetcher.fetch(self._asking(step, alone)), strict=True))
+    @property
+    def whole(self) -> bool:
+        """Whether nothing but the workers cuts a step."""
+        return not self.session.deterministic and (self._given is None or self._given >= self.course.batch)
+
+    def batch(self, step: StepSpan, start: int, stop: int) -> Any:
+        """These samples of a step, counted from its first one, as one batch."""
+        (batch,) = self.fetcher.fetch(self._asking(step, [[Span(0, start, stop)]]))
+        return batch
+
+    def rehearsed(self, step: StepSpan) -> int:
+        """How many samples of a step are examined before it: not more than a forward has, the same on all workers."""
+        share = max(2, step.samples // self.session.workers)
+        return min(MOST_SAMPLES, step.samples, share if self._given is None else self._given)
 
     def from_now_on(self, number: int) -> None:
         """What was asked ahead, from this step on, is to be asked again."""
@@ -134,12 +141,12 @@ class Loop:
         if number >= self._total:
             return None
         step = self.course.step(number)
-        kind = step.samples, self.session.draws
-        if kind not in self._groups:
+        if step.samples not in self._groups:
             spans = self.spans(step.samples, self.session.rank)
-            self._groups[kind] = forwards(spans, self.limit, alone=kind[1], least=self.least)
-        self._asked[number] = self._groups[kind]
-        return self._asking(step, self._groups[kind])
+            alone = self.session.deterministic
+            self._groups[step.samples] = forwards(spans, self.limit, alone=alone, least=self.least)
+        self._asked[number] = self._groups[step.samples]
+        return self._asking(step, self._groups[step.samples])
 
     def _asking(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
         if self._permutation is None or self._permutation[0] != step.epoch:
@@ -183,6 +190,7 @@ class Step:
         self._update: Update | None = None
         self._committed = False
         self._broken = False
+        self._rehearsal: Rehearsal | None = None
         self._told: list[float] | None = None
         """The summed flags, where the exchange is part of the iteration."""
         self.overtaken = False
@@ -196,7 +204,10 @@ class Step:
         self._own_loss = 0.0
         self._logs: dict[str, list[float]] = {}
         self._new_logs: list[tuple[int, str, float, float]] = []
-        self._weighted: bool | None = None
+        self._weighted = False
+        """Whether what is summed has a weight of its own."""
+        self._form: bool | None = None
+        """Whether the loss is a mean."""
         self._applied: set[int] = set()
 
     # -- a phase -------------------------------------------------------------------------------------------------------
@@ -253,16 +264,19 @@ class Step:
             self._spans, batch = self._load()[place]
             self._count = sum(span.samples for span in self._spans)
             self._last = place + 1 == len(self._load())
-            self._calls, self._again = 0, False
+            if place == 0 and self._session.proof.due(self.number, first=self._session.rank == 0 and self._phases == 1):
+                yield from self._rehearse(0, self._loop.rehearsed(self.span), counts=True)
+            self._calls, self._judged = 0, Judgement.FINE
             self._session.buffers.before_forward()
-            self._seed(self._spans[0])
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
-            yield batch
+            yield from self._forward(batch)
             if self._broken:
                 return
-            if self._again:
+            if self._judged is not Judgement.FINE:
                 self._logs, self._new_logs = logs, self._new_logs[:new]
-                self._split(place)
+                if self._judged is Judgement.LEARN:
+                    samples = min(MOST_SAMPLES, self._count)
+                    yield from self._rehearse(self._spans[0].start, samples, counts=False)
                 continue
             if not self._calls:
                 raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
@@ -301,37 +315,43 @@ class Step:
             self._session.times.data += time.perf_counter() - begun
         return self._batches
 
-    def _split(self, place: int) -> None:
-        """The model draws random numbers: from batch `place` on, each atom is a batch of its own."""
-        assert self._batches is not None
-        self._session.draws, self._session.watches = True, False
-        begun = time.perf_counter()
-        groups = [spans for spans, _ in self._batches[place:]]
-        self._batches[place:] = self._to_device(self._loop.take_apart(self.span, groups))
-        self._session.times.data += time.perf_counter() - begun
-
     def _to_device(self, batches: list[tuple[list[Span], Any]]) -> list[tuple[list[Span], Any]]:
         device = self._session.device
         return batches if device.type == "cpu" else [(spans, moved(batch, device)) for spans, batch in batches]
 
-    def _seed(self, span: Span) -> None:
-        # a later part of an atom that micro_batch has cut goes on with the atom's random state
-        if span.start == self._atoms[span.atom].start:
-            key = atom_key(self._session.seed, self.number, span.atom, self._phases - 1)
-            torch.default_generator.manual_seed(key)
-            if self._session.device.type == "cuda":
-                torch.cuda.manual_seed(key)
-        if self._session.watches:
-            self._watch = self._states()
+    def _forward(self, batch: Any) -> Iterator[Any]:
+        """Within the yield: the forward of this batch, and its backward, in which activations may be computed again."""
+        session = self._session
+        positions = range(self._spans[0].start, self._spans[-1].stop)
+        session.keyed.enter(self.number, self._phases - 1, positions, session.device)
+        try:
+            yield batch
+        finally:
+            session.keyed.leave()
 
-    def _states(self) -> list[Tensor]:
-        states = [torch.default_generator.get_state()]
-        if self._session.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state())
-        return states
+    def _rehearse(self, first: int, samples: int, *, counts: bool) -> Iterator[Any]:
+        """Examine the loss on these samples: in a fork, which does not come back from here."""
+        session = self._session
+        self._rehearsal = session.rehearsal(
+            lambda start, stop: moved(self._loop.batch(self.span, first + start, first + stop), session.device),
+            at=(self.number, self._phases - 1),
+            first=first,
+            samples=samples,
+        )
+        yield from self._rehearsal.play()
+        finding, self._rehearsal = self._rehearsal.finding, None
+        assert finding is not None
+        session.proof.examined(finding, self.number, counts=counts, alone=session.alone)
 
-    def _drew(self) -> bool:
-        return any(not torch.equal(now, then) for now, then in zip(self._states(), self._watch, strict=True))
+    def compute(self, loss: Callable[[Any, Any], Any], model: Any, batch: Any) -> None:
+        """The forward and the backward of a batch."""
+        if self._rehearsal is None:
+            self.backward(loss(model, batch))
+            return
+        try:
+            self.backward(loss(model, batch))
+        except Exception as error:
+            self._rehearsal.fell(error)
 
     def backward(self, loss: Any, **options: Any) -> None:
         """Add the gradient of this batch's loss: a mean over its samples, or (sum, weight), or a dict with these.
@@ -340,22 +360,30 @@ class Step:
         """
         if not self._in_phase or self._complete:
             raise ConfigError("step.backward(loss) belongs inside `for batch in step:`")
-        value, weight, logs = read_loss(loss, training=True)
-        if self._weighted is not None and self._weighted != (weight is not None):
+        read = read_loss(loss, training=True)
+        if self._rehearsal is not None:
+            self._rehearsal.take(read)
+            return
+        value, weight, logs, mean = read
+        if self._form is not None and self._form != mean:
             raise ConfigError(
                 "the loss is a mean in one batch and (sum, weight) in another; return the same form throughout"
             )
-        self._weighted = weight is not None
+        self._form = mean
         session = self._session
-        if session.watches and self._calls == 0 and self._drew():
-            if len(self._spans) > 1:
-                self._again = True
-                return
-            session.draws, session.watches = True, False
-            self._loop.from_now_on(self.number + 1)
+        self._judged = session.keyed.judge(redo=self._calls == 0)
+        if self._judged is not Judgement.FINE:
+            return
+        self._weighted = weight is not None
+        weight = self._weight_of(weight, mean)
+        if not weight:
+            # Nothing in it counts: its mean is not a number, and it has no gradient.
+            self._calls += 1
+            self._add_logs(logs)
+            return
         if self._last:
             session.arm(weighted=self._weighted)
-        factor = float(self._count) if weight is None else 1.0
+        factor = weight if mean else 1.0
         scale = factor / self.samples
         if session.standing is not None:
             self._broken = session.standing.broken or not self._survives(value, scale, options)
@@ -369,11 +397,15 @@ class Step:
         total = value.item() * factor
         self._loss += total
         self._own_loss += total
-        if weight is not None:
+        if self._calls == 1 or not mean:
             self._weight += weight
-        elif self._calls == 1:
-            self._weight += self._count
         self._add_logs(logs)
+
+    def _weight_of(self, weight: float | None, mean: bool) -> float:
+        """Of this forward: as the loss gives it, or in samples, or in targets where they were counted."""
+        if weight is None:
+            return float(self._count)
+        return weight / self._session.keyed.unit if mean else weight
 
     def _survives(self, value: Tensor, scale: float, options: Mapping[str, Any]) -> bool:
         """Do the backward; whether the group, to which gradients may leave meanwhile, was still whole after it."""
@@ -416,7 +448,7 @@ class Step:
         session = self._session
         asked = session.channel.stop_asked()
         values = [float(reason == asked) for reason in REASONS]
-        values.append(float(first and bool(self._new_logs or session.buffers.changes)))
+        values.append(float(first and bool(self._new_logs or session.buffers.changes or session.keyed.pending)))
         values.append(float(session.standing is not None and session.standing.leaving))
         values.append(float(first and session.wants_parts(self.number + 1)))
         values += [float(used) for used in exchange.used()]
@@ -522,17 +554,23 @@ class Step:
     def _agree(self) -> dict[str, float]:
         """Some worker has a new name in its logs or a buffer that never changed before: tell all, once."""
         session = self._session
-        mine = {"logs": self._new_logs, "buffers": [tuple(change) for change in session.buffers.changes]}
+        mine = {
+            "logs": self._new_logs,
+            "buffers": [tuple(change) for change in session.buffers.changes],
+            "draws": session.keyed.news(),
+        }
         logs: dict[str, list[float]] = {}
         buffers: dict[int, Tensor] = {}
         # in order of rank, hence of atoms: the sums do not depend on the number of workers
-        for told in session.gather(mine):
+        all_told = session.gather(mine)
+        for told in all_told:
             for _, name, total, weight in told["logs"]:
                 entry = logs.setdefault(name, [0.0, 0.0])
                 entry[0] += total
                 entry[1] += weight
             for number, _, total in told["buffers"]:
                 buffers[number] = buffers[number] + total if number in buffers else total
+        session.proof.agree([told["draws"] for told in all_told], self.number)
         session.log_names = [*session.log_names, *sorted(logs)]
         session.buffers.learn(buffers, self.samples)
         return {name: total / weight for name, (total, weight) in logs.items()}

@@ -103,6 +103,7 @@ class Trainer(Configured):
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
+    strict: what the proof on the first batch finds wrong with the loss (docs/losses.md) is an error, not a notice.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
     resume: "last", a run's id, or a path. checkpoint_every: steps; by default every five minutes. There is always a
         checkpoint at the end, and at the best evaluation. keep: how many of the last ones stay.
@@ -140,6 +141,7 @@ class Trainer(Configured):
         ema: float | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        strict: bool = False,
         name: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
@@ -191,6 +193,7 @@ class Trainer(Configured):
         self.model = self._build(model, seed)
         self.seed = seed
         self.deterministic = bool(deterministic)
+        self.strict = bool(strict)
         self.name = check_name(default_name() if name is None else str(name))
         self.run_dir = None if run_dir is None else as_path("run_dir", run_dir).absolute()
         self.resume = resume
@@ -281,6 +284,7 @@ class Trainer(Configured):
                 start = Start(
                     seed=self.seed,
                     deterministic=self.deterministic,
+                    strict=self.strict,
                     collective=self.collective,
                     codec=self.codec,
                     run_id=place.run_id,

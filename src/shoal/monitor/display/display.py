@@ -53,7 +53,8 @@ class Display:
             if self._runs > 1:
                 self._tell_counts(view)
         if isinstance(event, Notice) and not view.tells_all:
-            self.warn(event.text)
+            if not event.quiet:
+                self.warn(event.text)
         else:
             view.event(event)
 

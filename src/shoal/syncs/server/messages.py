@@ -245,7 +245,6 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     weight: float
     logs: dict[str, tuple[float, float]] = {}
     """Sums and weights."""
-    draws: bool = False
     sent: int = 0
     """Bytes that this worker has sent for it."""
 

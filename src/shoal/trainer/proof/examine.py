@@ -1,0 +1,265 @@
+"""What to compute for a proof, and what follows from it: pure logic, a conversation of questions and answers.
+
+If the loss is a mean over samples (or a sum and a weight), if what it draws is keyed by sample, and if samples do not see
+each other, then the whole is what its parts add up to. If it is not, further parts tell why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from shoal.draws.sites import SHARED, Rule, Seen, guess, learn
+
+BOUND = 2e-6
+"""Right ones are off by 1e-7, wrong ones by 1e-5 and more."""
+HALF_BOUND = 2e-2
+"""Where numbers of 16 bits compute."""
+_DOUBLE_BOUND = 1e-9
+_DOUBTFUL = 1e-2
+"""Up to here a gap may be rounding, where large terms cancel: double precision tells."""
+_MOST_TURNS = 8
+"""Sites whose samples may vary faster that are tried one by one."""
+
+
+class Kind(StrEnum):
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    """It could not be computed in parts."""
+    SUM = "sum"
+    WEIGHTED = "weighted"
+    COUPLED = "coupled"
+    UNKEYED = "unkeyed"
+    STATEFUL = "stateful"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Compute the samples start … stop−1. `rules` are what is known of draws; `double`: in double precision."""
+
+    start: int
+    stop: int
+    rules: dict[int, Rule]
+    double: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of a part. In double precision it may have none: then it could not be computed so."""
+
+    samples: int
+    total: float
+    """Loss times weight."""
+    weight: float
+    given: bool = False
+    """Whether the loss came as (sum, weight), or its weight was counted."""
+    half: bool = False
+    seen: tuple[Seen, ...] = ()
+    past: str = ""
+    """What has drawn past us, if anything."""
+    own: tuple[str, ...] = ()
+    """What was drawn with generators of the user's own."""
+    others: tuple[str, ...] = ()
+    """Which of Python's and numpy's generators were drawn from."""
+    permuted: bool = False
+    changed: dict[str, float] = field(default_factory=dict)
+    """Numbers that the tracked modules keep beside parameters and buffers, after this part, where they changed in it."""
+
+    @property
+    def loss(self) -> float:
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: Kind
+    gap: float = 0.0
+    detail: str = ""
+    rules: dict[int, Rule] = field(default_factory=dict)
+    by_forward: str = ""
+    draws: bool = False
+    unit: float = 1.0
+    """Weight of a sample, where the loss's weight is counted by us."""
+
+
+Examination = Generator[Ask, Taken, Finding]
+"""Questions, answers, and what came of it."""
+
+
+def parts_of(samples: int) -> tuple[int, int]:
+    """Two unequal parts, where that can be."""
+    first = max(1, samples * 3 // 8)
+    return first, samples - first
+
+
+def gap_of(whole: Taken, parts: Sequence[Taken]) -> float:
+    """How far the parts are from adding up to the whole, relative to the loss or to what parts of it differ by."""
+    total, weight = sum(part.total for part in parts), sum(part.weight for part in parts)
+    if not weight or not whole.weight:
+        return 0.0 if weight == whole.weight else float("inf")
+    losses = [part.loss for part in parts if part.weight]
+    scale = max(abs(whole.loss), max(losses) - min(losses), 1e-30)
+    gap = abs(whole.loss - total / weight) / scale
+    return max(gap, abs(whole.weight - weight) / whole.weight) if whole.given else gap
+
+
+def examine(samples: int, known: dict[int, Rule]) -> Examination:
+    """Examine a loss on so many samples. Ends early, and well, with a single one: there is nothing to be seen."""
+    if samples < 2:
+        taken = yield Ask(0, samples, known)
+        return Finding(Kind.UNPROVEN, detail="there is a single sample", draws=bool(taken.seen), by_forward=taken.past)
+    first = yield from _three(samples, known)
+    past = next((taken.past for taken in first if taken.past), "")
+    if past:
+        return Finding(Kind.UNPROVEN, detail="its random numbers are drawn past Shoal", by_forward=past, draws=True)
+    rules, multiples, doubtful = _learnt(first, known)
+    taken = first if _as_used(first, rules, known) else (yield from _three(samples, {**known, **rules}))
+    found = Finding(Kind.PROVEN, rules=rules, draws=bool(rules) or any(each.own for each in taken), unit=_unit(taken[0]))
+    bound = HALF_BOUND if any(each.half for each in taken) else BOUND
+    gap = gap_of(taken[0], taken[1:])
+    if gap > bound and multiples:
+        rules, taken, gap = yield from _turned(samples, known, rules, multiples, taken, bound)
+        found = replace(found, rules=rules)
+    counted = _counting(taken)
+    if counted:
+        return replace(found, kind=Kind.STATEFUL, gap=gap, detail=counted)
+    if not gap > bound:
+        return replace(found, gap=gap)
+    double = False
+    if gap < _DOUBTFUL and bound == BOUND:
+        doubled = yield from _doubled(samples, {**known, **rules})
+        if doubled is not None:
+            if gap_of(doubled[0], doubled[1:]) <= _DOUBLE_BOUND:
+                return replace(found, gap=gap)
+            taken, gap, double = doubled, gap_of(doubled[0], doubled[1:]), True
+    kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
+    if kind is Kind.COUPLED and doubtful:
+        shape = " × ".join(map(str, doubtful[0]))
+        why = f"a draw of shape {shape} has no dimension that goes with the samples"
+        return replace(found, kind=Kind.UNKEYED, gap=gap, detail=why, by_forward=why)
+    return replace(found, kind=kind, gap=gap, detail=detail)
+
+
+def _three(samples: int, rules: dict[int, Rule], *, double: bool = False) -> Generator[Ask, Taken, list[Taken]]:
+    middle, _ = parts_of(samples)
+    taken = []
+    for start, stop in ((0, samples), (0, middle), (middle, samples)):
+        taken.append((yield Ask(start, stop, rules, double)))
+    return taken
+
+
+def _doubled(samples: int, rules: dict[int, Rule]) -> Generator[Ask, Taken, list[Taken] | None]:
+    """The same in double precision; None where that cannot be done."""
+    taken = yield from _three(samples, rules, double=True)
+    return taken if all(each.samples for each in taken) else None
+
+
+def _learnt(
+    taken: Sequence[Taken], known: dict[int, Rule]
+) -> tuple[dict[int, Rule], list[int], list[tuple[int, ...]]]:
+    """New rules; where samples may vary faster; shapes that change from part to part and hold no samples."""
+    seen = [one for each in taken for one in each.seen if one.site not in known]
+    rules, multiples = learn(seen)
+    doubtful = []
+    for number, rule in rules.items():
+        shapes = {one.shape for one in seen if one.site == number}
+        if rule == SHARED and len(shapes) > 1:
+            doubtful.append(max(shapes))
+    return rules, multiples, doubtful
+
+
+def _as_used(taken: Sequence[Taken], rules: dict[int, Rule], known: dict[int, Rule]) -> bool:
+    """Whether the guesses that the first parts were computed with are what was learnt."""
+    seen = [one for each in taken for one in each.seen if one.site not in known]
+    return all(guess(one.samples, one.shape) == rules[one.site] for one in seen)
+
+
+def _turned(
+    samples: int, known: dict[int, Rule], rules: dict[int, Rule], multiples: list[int], taken: list[Taken], bound: float
+) -> Generator[Ask, Taken, tuple[dict[int, Rule], list[Taken], float]]:
+    """Try whether samples vary faster: at all sites where they may, and at each of them alone."""
+    best = rules, taken, gap_of(taken[0], taken[1:])
+    tries = [multiples]
+    if 1 < len(multiples) <= _MOST_TURNS:
+        tries += [[one] for one in multiples]
+    for turned in tries:
+        tried = {**rules, **{one: rules[one]._replace(inner=True) for one in turned}}
+        again = yield from _three(samples, {**known, **tried})
+        gap = gap_of(again[0], again[1:])
+        if gap < best[2]:
+            best = tried, again, gap
+        if gap <= bound:
+            break
+    # no better than before: then it is not this
+    return best if best[2] <= bound else (rules, taken, gap_of(taken[0], taken[1:]))
+
+
+def _unit(whole: Taken) -> float:
+    """So many targets has a sample, if they are all alike."""
+    each = whole.weight / whole.samples if whole.samples else 1.0
+    return each if each >= 1.0 and each == int(each) else 1.0
+
+
+def _counting(taken: Sequence[Taken]) -> str:
+    """A number of the model that each forward moves by as much: a counter."""
+    for name in taken[0].changed:
+        if all(name in each.changed for each in taken):
+            moves = [b.changed[name] - a.changed[name] for a, b in zip(taken, taken[1:], strict=False)]
+            if moves[0] and all(move == moves[0] for move in moves):
+                return name
+    return ""
+
+
+def _reason(
+    samples: int, rules: dict[int, Rule], taken: Sequence[Taken], bound: float, double: bool
+) -> Generator[Ask, Taken, tuple[Kind, str]]:
+    whole, *parts = taken
+    again = yield Ask(0, samples, rules, double)
+    first = yield Ask(0, samples, rules, double)
+    if again.total != first.total:
+        return _unsteady(again)
+    if whole.own:
+        return Kind.UNKEYED, whole.own[0]
+    if not whole.given:
+        summed = sum(part.loss for part in parts)
+        if abs(whole.loss - summed) <= bound * 10 * max(abs(summed), 1e-30):
+            return Kind.SUM, ""
+    if whole.permuted:
+        return Kind.COUPLED, "torch.randperm"
+    if samples >= 4 and (yield from _is_weighted(samples, rules, taken, double)):
+        return Kind.WEIGHTED, ""
+    if whole.others:
+        return Kind.UNKEYED, " and ".join(whole.others)
+    return Kind.COUPLED, ""
+
+
+def _unsteady(taken: Taken) -> tuple[Kind, str]:
+    """The same samples gave another loss."""
+    if taken.own:
+        return Kind.UNKEYED, taken.own[0]
+    if taken.changed:
+        return Kind.STATEFUL, next(iter(taken.changed))
+    return Kind.STATEFUL, ""
+
+
+def _is_weighted(
+    samples: int, rules: dict[int, Rule], taken: Sequence[Taken], double: bool
+) -> Generator[Ask, Taken, bool]:
+    """Whether weights of three parts that explain two unions of them explain the whole too."""
+    whole, one, rest = taken
+    middle, _ = parts_of(samples)
+    edge = (middle + samples) // 2
+    two = yield Ask(middle, edge, rules, double)
+    three = yield Ask(edge, samples, rules, double)
+    both = yield Ask(0, edge, rules, double)
+    try:
+        second = (three.loss - rest.loss) / (rest.loss - two.loss)  # of two, where three weighs 1
+        first = (two.loss - both.loss) / (both.loss - one.loss) * second
+    except ZeroDivisionError:
+        return False
+    if not (first > 0.0 and second > 0.0):
+        return False
+    expected = (first * one.loss + second * two.loss + three.loss) / (first + second + 1.0)
+    spread = max(one.loss, two.loss, three.loss) - min(one.loss, two.loss, three.loss)
+    return abs(expected - whole.loss) <= max(1e-3 * spread, 1e-6 * abs(whole.loss))

@@ -1,0 +1,82 @@
+"""The proof of a run: when a loss is examined, and what is said of it, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.core.atoms import Course
+from shoal.core.errors import ConfigError
+from shoal.core.events import Notice
+from shoal.trainer.keyed import Keyed
+from shoal.trainer.proof.examine import Finding, Kind
+from shoal.trainer.proof.words import anew, by_forward, sentence
+
+SECOND_LOOK = 50
+"""Steps after which a loss is examined once more, or half of an epoch if that is less: at the start the losses of all
+samples are much alike."""
+
+
+class Proof:
+    """One worker's. `tell` takes notices; those of worker 0 are read."""
+
+    def __init__(self, keyed: Keyed, tell: Callable[[Notice], None], *, strict: bool) -> None:
+        self.keyed = keyed
+        self.possible = True
+        """Whether forwards can be computed in a fork."""
+        self._tell = tell
+        self._strict = strict
+        self._again_at = -1
+        self._said_by_forward = False
+        self._older = False
+
+    def begin(self, start: int, course: Course, *, older: bool) -> None:
+        """A loop begins with this step; `older`: from a checkpoint that knows nothing of draws."""
+        self._again_at = start + min(SECOND_LOOK, max(1, course.steps_per_epoch // 2))
+        self._older = older
+
+    def due(self, step: int, *, first: bool) -> bool:
+        """Whether the loss is to be examined in this step; `first`: this is where worker 0 may look once more."""
+        if not self.possible:
+            return False
+        if self.keyed.proven:
+            again = first and step == self._again_at
+            self._again_at = -1 if again else self._again_at
+            return again
+        return True
+
+    def examined(self, finding: Finding, step: int, *, counts: bool, alone: bool) -> None:
+        """Take in what a rehearsal has found. `counts`: it was of the loss, not only of new draws. `alone`: one worker
+        computes whole batches, so that what is found changes nothing.
+
+        Raises ConfigError in strict runs, for what was found on the first batch.
+        """
+        first = not self.keyed.proven
+        before = None if first or self.keyed.finding is None else self.keyed.finding.kind
+        self.keyed.found(finding, counts=counts and first)
+        if counts and (first or finding.kind not in (before, Kind.UNPROVEN)):
+            self._say(finding, step, refuses=first and self._strict and not alone, quiet=alone)
+        self.say_of_draws(step)
+
+    def _say(self, finding: Finding, step: int, *, refuses: bool, quiet: bool) -> None:
+        text = sentence(finding)
+        if text and refuses:
+            raise ConfigError(f"strict=True: {text}")
+        if finding.kind is Kind.UNPROVEN:
+            quiet, text = True, f"the loss was not proven on the first batch: {finding.detail}"
+        if text:
+            self._tell(Notice(step=step, text=text, quiet=quiet))
+
+    def agree(self, told: Sequence[Mapping[str, Any]], step: int) -> None:
+        """All workers have told what is new to them about draws."""
+        self.keyed.agree(told)
+        self.say_of_draws(step)
+
+    def say_of_draws(self, step: int) -> None:
+        why = self.keyed.keying.by_forward
+        if why and not self._said_by_forward:
+            self._said_by_forward = True
+            self._tell(Notice(step=step, text=by_forward(why)))
+        if self._older and self.keyed.draws:
+            self._older = False
+            self._tell(Notice(step=step, text=anew()))

@@ -1,0 +1,345 @@
+"""The rehearsal: the examination of a loss, played where it leaves no trace.
+
+It is played where the first batch is yielded, so that the Trainer and own loops share it: in a fork of the worker, whose
+loop gets parts of the batch instead of it, and whose output is dropped. Every worker plays the same samples and comes to
+the same finding, so nobody waits for a verdict, and no death can lose it. Where there is no fork (CUDA), it is played in
+the worker itself, and what changed is put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.draws import here
+from shoal.draws.forward import Forward, Keying, seed_of
+from shoal.draws.sites import as_tree, from_tree
+from shoal.engines.lifeline import die_with_parent
+from shoal.trainer.proof.examine import Ask, Examination, Finding, Kind, Taken, examine
+
+if TYPE_CHECKING:
+    from shoal.trainer.loss import Loss
+
+MOST_SAMPLES = 64
+_PATIENCE = 30.0
+"""Seconds without a word from the fork, after which it is given up. A lock that another thread held may keep it."""
+_HALF = (torch.float16, torch.bfloat16)
+_NUMBERS = (int, float)
+
+Fetch = Callable[[int, int], Any]
+"""The samples start … stop−1 of those to be examined, as a batch of their own."""
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What the fork tells of its finding."""
+
+    kind: str
+    gap: float
+    detail: str
+    rules: list[list[int]]
+    by_forward: str
+    draws: bool
+    unit: float
+
+
+class Rehearsal:
+    """Made for one examination of samples at `first` … `first + samples − 1` of a step; see `play`."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        keying: Keying,
+        fetch: Fetch,
+        *,
+        seed: tuple[int, int, int],
+        first: int,
+        samples: int,
+        catches: bool,
+    ) -> None:
+        """`seed` is that of the run, the step and its phase. `catches`: errors of the loss are told of by `fell`."""
+        self.finding: Finding | None = None
+        self._modules = modules
+        self._keying = keying
+        self._fetch = fetch
+        self._seed = seed_of(*seed)
+        self._first = first
+        self._samples = samples
+        self._catches = catches
+        self._pipe: int | None = None
+        self._ask: Ask | None = None
+        self._taken: Taken | None = None
+        self._forward: Forward | None = None
+        self._half = False
+        self._numbers: dict[str, float] = {}
+
+    # -- in the worker -------------------------------------------------------------------------------------------------
+
+    def play(self) -> Iterator[Any]:
+        """Batches to compute, in a fork that does not return from this; none in the worker, which has the finding then."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized() or not hasattr(os, "fork"):
+            yield from self._in_place()
+            return
+        read, write = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            os.close(read)
+            self._pipe = write
+            self._begin(parent)
+            yield from self._batches()
+            self._leave(self.finding or Finding(Kind.UNPROVEN))
+        os.close(write)
+        try:
+            self.finding = _read(read, pid)
+        finally:
+            os.close(read)
+
+    def _in_place(self) -> Iterator[Any]:
+        kept = [(tensor, tensor.detach().clone()) for module in self._modules for tensor in _state(module)]
+        modes = [(part, part.training) for module in self._modules for part in module.modules()]
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            yield from self._batches()
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+            for part, mode in modes:
+                part.training = mode
+        if self.finding is None:
+            self.finding = Finding(Kind.UNPROVEN, detail="the loop was left")
+
+    # -- in the fork ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, parent: int) -> None:
+        global _playing
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        # what is garbage here is garbage in the worker too, and its finalizers are for there
+        gc.disable()
+        torch.set_num_threads(1)
+        _playing = self
+        self._watch_autocast()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
+        for module in self._modules:
+            for param in module.parameters():
+                param.grad = None
+
+    def _watch_autocast(self) -> None:
+        enter = torch.amp.autocast_mode.autocast.__enter__
+
+        def entering(context: Any) -> Any:
+            self._half = self._half or getattr(context, "fast_dtype", None) in _HALF
+            return enter(context)
+
+        torch.amp.autocast_mode.autocast.__enter__ = entering  # type: ignore[method-assign]
+
+    def _batches(self) -> Iterator[Any]:
+        for module in self._modules:
+            for part in module.modules():
+                if isinstance(part, _BatchNorm):
+                    part.training = False
+        examination: Examination = examine(self._samples, dict(self._keying.rules))
+        answer: Taken | None = None
+        while True:
+            try:
+                self._ask = examination.send(answer)  # type: ignore[arg-type]
+            except StopIteration as end:
+                self.finding = end.value
+                return
+            self._word()
+            ask, self._taken = self._ask, None
+            doubled = _double(self._modules) if ask.double else []
+            batch = self._fetch(ask.start, ask.stop)
+            self._open(ask)
+            yield _doubled(batch) if ask.double else batch
+            here.enter(None)
+            _undouble(doubled)
+            if self._taken is None:
+                self.finding = Finding(Kind.UNPROVEN, detail="a batch was used without step.backward(loss)")
+                return
+            answer = self._taken
+
+    def _open(self, ask: Ask) -> None:
+        self._keying.fresh = dict(ask.rules)
+        positions = range(self._first + ask.start, self._first + ask.stop)
+        self._numbers = _numbers(self._modules)
+        self._forward = Forward(self._keying, positions, self._seed, recording=True)
+        self._forward.begin()
+        self._generators = random.getstate(), np.random.get_state()[1].tobytes()
+        here.enter(self._forward)
+
+    def take(self, loss: Loss, samples: int | None = None) -> None:
+        """The loss of the part that was yielded last. Several of them in one part add up."""
+        ask, forward = self._ask, self._forward
+        assert ask is not None and forward is not None
+        count = ask.stop - ask.start
+        weight = float(count) if loss.weight is None else loss.weight
+        value = float(loss.value.detach())
+        total = value * (weight if loss.mean else 1.0) if weight else 0.0
+        if self._taken is not None:
+            self._taken = replace(self._taken, total=self._taken.total + total)
+            return
+        now = _numbers(self._modules)
+        others = [name for name, moved in zip(("Python's generator", "numpy's generator"), self._moved(), strict=True) if moved]
+        self._taken = Taken(
+            samples=count,
+            total=total,
+            weight=weight,
+            given=loss.weight is not None,
+            half=self._half or self._halves(loss.value),
+            seen=tuple(forward.seen),
+            past=_past(forward),
+            own=tuple(forward.own),
+            others=tuple(others),
+            permuted=forward.permuted,
+            changed={name: value for name, value in now.items() if self._numbers.get(name) != value},
+        )
+
+    def _moved(self) -> tuple[bool, bool]:
+        python, numpy = self._generators
+        return random.getstate() != python, np.random.get_state()[1].tobytes() != numpy
+
+    def _halves(self, value: Tensor) -> bool:
+        dtypes = {param.dtype for module in self._modules for param in module.parameters()}
+        return value.dtype in _HALF or not dtypes.isdisjoint(_HALF) or torch.get_float32_matmul_precision() != "highest"
+
+    def fell(self, error: BaseException) -> None:
+        """The loss raised an error. In the fork this does not return, unless it was a trial in double precision."""
+        if self._ask is not None and self._ask.double and self._catches:
+            self._taken = Taken(samples=0, total=0.0, weight=0.0)
+            return
+        self._leave(Finding(Kind.UNPROVEN, detail=f"{type(error).__name__} in a part of the batch: {error}"[:300]))
+
+    def give_up(self, why: str) -> None:
+        """What the loop is about to do cannot be done here."""
+        self._leave(Finding(Kind.UNPROVEN, detail=why))
+
+    def _word(self) -> None:
+        if self._pipe is not None:
+            os.write(self._pipe, b".")
+
+    def _leave(self, finding: Finding) -> NoReturn:
+        told = _Told(
+            str(finding.kind),
+            finding.gap,
+            finding.detail,
+            as_tree(finding.rules),
+            finding.by_forward,
+            finding.draws,
+            finding.unit,
+        )
+        if self._pipe is not None:
+            os.write(self._pipe, b"!" + msgspec.msgpack.encode(told))
+        os._exit(0)
+
+
+_playing: Rehearsal | None = None
+
+
+def playing() -> Rehearsal | None:
+    """In the fork of a rehearsal: that one."""
+    return _playing
+
+
+def _past(forward: Forward) -> str:
+    if forward.past:
+        return forward.past
+    return "the default generator has moved by more than our draws" if forward.moved() else ""
+
+
+def _read(pipe: int, pid: int) -> Finding:
+    """What the fork found. It is dead afterwards."""
+    told, deadline = b"", time.monotonic() + _PATIENCE
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0.0 or not poll.poll(1000.0 * left):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return Finding(Kind.UNPROVEN, detail=f"it was not done after {_PATIENCE:.0f} s")
+        data = os.read(pipe, 1 << 16)
+        if not data:
+            break
+        told, deadline = told + data, time.monotonic() + _PATIENCE
+    _, status = os.waitpid(pid, 0)
+    _, mark, body = told.partition(b"!")
+    if not mark:
+        return Finding(Kind.UNPROVEN, detail=f"its process ended with status {status}")
+    found = msgspec.msgpack.decode(body, type=_Told)
+    return Finding(
+        Kind(found.kind), found.gap, found.detail, from_tree(found.rules), found.by_forward, found.draws, found.unit
+    )
+
+
+def _flush(stream: Any) -> None:
+    try:
+        stream.flush()
+    except (OSError, ValueError, AttributeError):
+        pass  # closed, or none
+
+
+def _state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _numbers(modules: Sequence[nn.Module]) -> dict[str, float]:
+    """Numbers among the modules' plain attributes, by name."""
+    found: dict[str, float] = {}
+    for root in modules:
+        for name, module in root.named_modules():
+            for key, value in vars(module).items():
+                if type(value) in _NUMBERS and key != "training":
+                    found[f"{name}.{key}" if name else key] = value
+    return found
+
+
+def _double(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Make parameters and buffers double; what they were."""
+    kept = []
+    for module in modules:
+        for tensor in _state(module):
+            if tensor.dtype == torch.float32:
+                kept.append((tensor, tensor.data))
+                tensor.data = tensor.data.double()
+    return kept
+
+
+def _undouble(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, data in kept:
+        tensor.data = data
+
+
+def _doubled(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.double() if tree.dtype == torch.float32 else tree
+    if isinstance(tree, dict):
+        return {key: _doubled(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_doubled(value) for value in tree]
+    if type(tree) is tuple:
+        return tuple(_doubled(value) for value in tree)
+    return tree
