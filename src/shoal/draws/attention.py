@@ -1,4 +1,4 @@
-"""Attention with dropout by position: the same steps as torch's own on a CPU, which has no faster kernel with dropout."""
+"""Attention with dropout by position: the steps of torch's own on a CPU, which has no faster kernel with dropout."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def dropped(forward: Forward, input: Tensor, p: float) -> Tensor:
     draw = forward.draw("dropout", input.shape)
     if input.numel() <= _SMALL or input.dtype not in _NUMPY:
         return input * noise(draw, p, input.dtype).view(input.shape)
-    return _Dropout.apply(input, draw, p)  # type: ignore[no-any-return]
+    return _Dropout.apply(input, draw, p)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def noise(draw: Draw, p: float, dtype: torch.dtype) -> Tensor:
@@ -129,8 +129,8 @@ class _Dropout(torch.autograd.Function):
         return torch.from_numpy(out).view(input.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None  # type: ignore[no-untyped-call]
 
 
 class _Masked(torch.autograd.Function):
@@ -149,5 +149,5 @@ class _Masked(torch.autograd.Function):
         return torch.from_numpy(out).view(input.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None  # type: ignore[no-untyped-call]

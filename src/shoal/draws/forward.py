@@ -1,7 +1,7 @@
 """The forward under way in this process: its samples, the salts of its draws, and what was learnt about them.
 
 A salt comes from torch's default generator, which is seeded alike in all forwards of a step, so that activation
-checkpointing replays it. The salt then tells a replayed draw from a new one: a salt that has been seen is that draw again.
+checkpointing replays it. The salt then tells a replayed draw from a new one: one that was seen is that draw again.
 """
 
 from __future__ import annotations
@@ -181,8 +181,6 @@ def seed_of(seed: int, step: int, phase: int) -> int:
 def seed_by_forward(seed: int, step: int, phase: int, first: int) -> int:
     """Their seed where draws are by the forward: another one for each."""
     return derive(seed, "alone", step, phase, first)
-
-
 
 
 def seed_others(seed: int) -> None:

@@ -1,9 +1,9 @@
 """32-bit numbers from (salt, position of the sample, coordinates of the element), by a hash without state.
 
-A row has a key of 64 bits: half of it is added to the words of its elements before the first round of the hash, half is
-xored in between rounds, so that two rows never run into each other. An element is known by its coordinates: a row that is
-padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache: per element it
-costs about a fifth of torch's generator.
+A row has a key of 64 bits: half of it is added to the words of its elements before the first round of the hash, half
+is xored in between rounds, so that two rows never run into each other. An element is known by its coordinates: a row
+that is padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache: per
+element it costs about a fifth of torch's generator.
 """
 
 from __future__ import annotations

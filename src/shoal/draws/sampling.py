@@ -81,9 +81,7 @@ def make_maker(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
 def make_like(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
     """Of `torch.rand_like` and `torch.randn_like`."""
 
-    def like(
-        input: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **rest: Any
-    ) -> Tensor:
+    def like(input: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **rest: Any) -> Tensor:
         memory = rest.pop("memory_format", None)
         forward = _own(forward_for(input), rest.get("generator"), f"torch.{kind}_like")
         device = rest.get("device")
@@ -191,7 +189,7 @@ def make_multinomial(original: Any) -> Callable[..., Tensor]:
             if not usual or num_samples < 1 or num_samples > (2**24 if replacement else input.shape[-1]):
                 return original(input, num_samples, replacement, generator=_shared(forward))  # type: ignore[no-any-return]
             _refuse_odd(input)
-            if replacement and num_samples > 1 or input.dim() == 1:
+            if (replacement and num_samples > 1) or input.dim() == 1:
                 return _chosen(forward, input, num_samples)
             rate = _exponential(forward.draw("multinomial", input.shape), input.dtype).view(input.shape)
             return (input / rate.to(input.dtype)).topk(num_samples).indices

@@ -1,14 +1,16 @@
 """Which dimension of what is drawn holds the samples, learnt for each place in the code that draws.
 
-Forwards of different sizes show it: a dimension that is n long where there are n samples, or a multiple of n in each of
-them (batch × heads, time × batch). A draw that has no such dimension belongs to no sample: one mixing factor for the batch,
-a layer that is left out. It is then the same in all forwards of a step.
+Forwards of different sizes show it: a dimension that is n long where there are n samples, or a multiple of n in each
+of them (batch × heads, time × batch). A draw that has no such dimension belongs to no sample: one mixing factor for the
+batch, a layer that is left out. It is then the same in all forwards of a step.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ Shape = tuple[int, ...]
 
 _MOST_FRAMES = 24
 _MASK = (1 << 63) - 1
+_HERE = str(Path(__file__).parent) + os.sep
+_OURS = str(Path(__file__).parent.parent) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__
 
 
@@ -63,6 +67,14 @@ _lines: dict[tuple[int, int], tuple[int, CodeType]] = {}
 _kinds: dict[tuple[str, int], int] = {}
 
 
+def _line(frame: FrameType) -> tuple[int, CodeType]:
+    """A word for it; 0 where the code of those who call the user's begins. The code is kept, and so is its id."""
+    code = frame.f_code
+    if code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_HERE):
+        return 0, code
+    return _word(f"{code.co_name}:{code.co_firstlineno}:{frame.f_lineno}"), code
+
+
 def _kind(kind: str, dimensions: int) -> int:
     return _kinds.setdefault((kind, dimensions), _word(f"{kind}:{dimensions}"))
 
@@ -70,8 +82,8 @@ def _kind(kind: str, dimensions: int) -> int:
 def site(names: Names, kind: str, dimensions: int) -> int:
     """The place in the code from which something of this kind, with so many dimensions, is drawn.
 
-    It is known by the module that draws and the lines that lead there from the module around it; not by how many draws came
-    before: a layer that is left out at random would shift these.
+    It is known by the module that draws and the lines that lead there from the module around it; not by how many draws
+    came before: a layer that is left out at random would shift these.
     """
     frame: FrameType | None = sys._getframe(2)
     found, modules = _kinds.get((kind, dimensions)) or _kind(kind, dimensions), 0
@@ -88,9 +100,9 @@ def site(names: Names, kind: str, dimensions: int) -> int:
         line = id(code), frame.f_lasti
         known = _lines.get(line)
         if known is None:
-            text = f"{code.co_name}:{code.co_firstlineno}:{frame.f_lineno}"
-            # the code is kept, so that no other one gets its id
-            known = _lines[line] = _word(text), code
+            known = _lines[line] = _line(frame)
+        if not known[0]:
+            break
         found = (found * 31 + known[0]) & _MASK
         frame = frame.f_back
     return found & _MASK
@@ -113,7 +125,7 @@ def fits(rule: Rule, samples: int, shape: Shape) -> bool:
 
 
 def learn(seen: Sequence[Seen]) -> tuple[dict[int, Rule], list[int]]:
-    """Rules by what forwards of different sizes have drawn, and the sites where samples vary faster, if at all: multiples.
+    """Rules by what forwards of different sizes have drawn, and the sites where samples may vary faster: multiples.
 
     Sites that were seen in forwards of one size only get a guess.
     """

@@ -1,4 +1,4 @@
-"""Where we stand: before torch's own draws, as long as a run lasts. Nothing changes outside of a forward that was entered."""
+"""Where we stand: before torch's own draws, as long as a run lasts. Outside of a forward nothing changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The true weight of a loss that is the mean of `cross_entropy` or `nll_loss`: the targets that count, by class weight.
 
-Such a mean is not one over samples where classes have weights or targets are ignored, as in every padded text. Its weight
-is known at the call, so it is taken there; it counts if that very tensor is what the loss function returns.
+Such a mean is not one over samples where classes have weights or targets are ignored, as in every padded text. Its
+weight is known at the call, so it is taken there; it counts if that very tensor is what the loss function returns.
 """
 
 from __future__ import annotations

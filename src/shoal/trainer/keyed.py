@@ -153,5 +153,3 @@ class Keyed:
 
     def know(self, modules: Sequence[torch.nn.Module]) -> None:
         self.keying.names = Names(modules)
-
-

@@ -103,6 +103,8 @@ class Session:
         """The last step that was evaluated."""
         self.codec: AnyCodec = NoCodec() if codec is None else codec
         self.private = Private()
+        self.asked_others = False
+        """Whether the forward under way has asked other workers for something."""
         self.parts_wanted = False
         """Whether this step is to be checkpointed, for which all workers give their parts."""
         self.exchanged_in = 0
@@ -238,7 +240,7 @@ class Session:
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
-        self._not_in_a_rehearsal()
+        self._ask_others()
         mine = to_bytes(tree)
         with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
             told = self._group.gather_bytes(mine, STATE)
@@ -246,12 +248,14 @@ class Session:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all workers. All workers must call it."""
-        self._not_in_a_rehearsal()
+        self._ask_others()
         total = tensor.detach().clone().contiguous()
         self._group.sum(total, STATE).wait()
         return total
 
-    def _not_in_a_rehearsal(self) -> None:
+    def _ask_others(self) -> None:
+        """All workers are about to do the same: a forward in which that happens is not computed again by one alone."""
+        self.asked_others = True
         rehearsal = playing()
         if rehearsal is not None:
             rehearsal.give_up("the loop asks other workers in its forward")

@@ -203,7 +203,8 @@ class Standing:
         self._channel.speak(rank == 0)
 
     def _agree(self, group: Group, session: Session) -> list[_Told]:
-        mine = _Told(session.position, session.stopping, session.keyed.keying.by_forward, session.knowledge(), session.private.holding)
+        drawn, known = session.keyed.keying.by_forward, session.knowledge()
+        mine = _Told(session.position, session.stopping, drawn, known, session.private.holding)
         told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
         if any(other.position < told[0].position for other in told):
             self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)

@@ -267,6 +267,7 @@ class Step:
             if place == 0 and self._session.proof.due(self.number, first=self._session.rank == 0 and self._phases == 1):
                 yield from self._rehearse(0, self._loop.rehearsed(self.span), counts=True)
             self._calls, self._judged = 0, Judgement.FINE
+            self._session.asked_others = False
             self._session.buffers.before_forward()
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield from self._forward(batch)
@@ -371,7 +372,7 @@ class Step:
             )
         self._form = mean
         session = self._session
-        self._judged = session.keyed.judge(redo=self._calls == 0)
+        self._judged = session.keyed.judge(redo=self._calls == 0 and not session.asked_others)
         if self._judged is not Judgement.FINE:
             return
         self._weighted = weight is not None

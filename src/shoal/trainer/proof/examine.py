@@ -1,7 +1,7 @@
 """What to compute for a proof, and what follows from it: pure logic, a conversation of questions and answers.
 
-If the loss is a mean over samples (or a sum and a weight), if what it draws is keyed by sample, and if samples do not see
-each other, then the whole is what its parts add up to. If it is not, further parts tell why.
+If the loss is a mean over samples (or a sum and a weight), if what it draws is keyed by sample, and if samples do not
+see each other, then the whole is what its parts add up to. If it is not, further parts tell why.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 
-from shoal.draws.sites import SHARED, Rule, Seen, guess, learn
+import numpy as np
+
+from shoal.draws.sites import SHARED, Rule, Seen, Shape, guess, learn
 
 BOUND = 2e-6
 """Right ones are off by 1e-7, wrong ones by 1e-5 and more."""
@@ -19,6 +22,8 @@ HALF_BOUND = 2e-2
 _DOUBLE_BOUND = 1e-9
 _DOUBTFUL = 1e-2
 """Up to here a gap may be rounding, where large terms cancel: double precision tells."""
+PARTS = 5
+"""Into which samples are cut to find out whether a loss is a quotient of sums."""
 _MOST_TURNS = 8
 """Sites whose samples may vary faster that are tried one by one."""
 
@@ -64,7 +69,7 @@ class Taken:
     """Which of Python's and numpy's generators were drawn from."""
     permuted: bool = False
     changed: dict[str, float] = field(default_factory=dict)
-    """Numbers that the tracked modules keep beside parameters and buffers, after this part, where they changed in it."""
+    """Numbers that tracked modules keep beside parameters and buffers, after this part, where they changed in it."""
 
     @property
     def loss(self) -> float:
@@ -107,15 +112,16 @@ def gap_of(whole: Taken, parts: Sequence[Taken]) -> float:
 def examine(samples: int, known: dict[int, Rule]) -> Examination:
     """Examine a loss on so many samples. Ends early, and well, with a single one: there is nothing to be seen."""
     if samples < 2:
-        taken = yield Ask(0, samples, known)
-        return Finding(Kind.UNPROVEN, detail="there is a single sample", draws=bool(taken.seen), by_forward=taken.past)
+        only = yield Ask(0, samples, known)
+        return Finding(Kind.UNPROVEN, detail="there is a single sample", draws=bool(only.seen), by_forward=only.past)
     first = yield from _three(samples, known)
     past = next((taken.past for taken in first if taken.past), "")
     if past:
         return Finding(Kind.UNPROVEN, detail="its random numbers are drawn past Shoal", by_forward=past, draws=True)
     rules, multiples, doubtful = _learnt(first, known)
     taken = first if _as_used(first, rules, known) else (yield from _three(samples, {**known, **rules}))
-    found = Finding(Kind.PROVEN, rules=rules, draws=bool(rules) or any(each.own for each in taken), unit=_unit(taken[0]))
+    draws = any(each.seen or each.own for each in taken)
+    found = Finding(Kind.PROVEN, rules=rules, draws=draws, unit=_unit(taken[0]))
     bound = HALF_BOUND if any(each.half for each in taken) else BOUND
     gap = gap_of(taken[0], taken[1:])
     if gap > bound and multiples:
@@ -127,12 +133,13 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
     if not gap > bound:
         return replace(found, gap=gap)
     double = False
-    if gap < _DOUBTFUL and bound == BOUND:
+    if bound == BOUND:
         doubled = yield from _doubled(samples, {**known, **rules})
         if doubled is not None:
-            if gap_of(doubled[0], doubled[1:]) <= _DOUBLE_BOUND:
+            rest = gap_of(doubled[0], doubled[1:])
+            if gap < _DOUBTFUL and rest <= _DOUBLE_BOUND:
                 return replace(found, gap=gap)
-            taken, gap, double = doubled, gap_of(doubled[0], doubled[1:]), True
+            taken, gap, double = doubled, rest, True
     kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
     if kind is Kind.COUPLED and doubtful:
         shape = " × ".join(map(str, doubtful[0]))
@@ -155,9 +162,7 @@ def _doubled(samples: int, rules: dict[int, Rule]) -> Generator[Ask, Taken, list
     return taken if all(each.samples for each in taken) else None
 
 
-def _learnt(
-    taken: Sequence[Taken], known: dict[int, Rule]
-) -> tuple[dict[int, Rule], list[int], list[tuple[int, ...]]]:
+def _learnt(taken: Sequence[Taken], known: dict[int, Rule]) -> tuple[dict[int, Rule], list[int], list[Shape]]:
     """New rules; where samples may vary faster; shapes that change from part to part and hold no samples."""
     seen = [one for each in taken for one in each.seen if one.site not in known]
     rules, multiples = learn(seen)
@@ -205,7 +210,7 @@ def _counting(taken: Sequence[Taken]) -> str:
     """A number of the model that each forward moves by as much: a counter."""
     for name in taken[0].changed:
         if all(name in each.changed for each in taken):
-            moves = [b.changed[name] - a.changed[name] for a, b in zip(taken, taken[1:], strict=False)]
+            moves = [later.changed[name] - sooner.changed[name] for sooner, later in pairwise(taken)]
             if moves[0] and all(move == moves[0] for move in moves):
                 return name
     return ""
@@ -227,7 +232,7 @@ def _reason(
             return Kind.SUM, ""
     if whole.permuted:
         return Kind.COUPLED, "torch.randperm"
-    if samples >= 4 and (yield from _is_weighted(samples, rules, taken, double)):
+    if samples >= 2 * PARTS and (yield from _is_weighted(samples, rules, double)):
         return Kind.WEIGHTED, ""
     if whole.others:
         return Kind.UNKEYED, " and ".join(whole.others)
@@ -243,23 +248,30 @@ def _unsteady(taken: Taken) -> tuple[Kind, str]:
     return Kind.STATEFUL, ""
 
 
-def _is_weighted(
-    samples: int, rules: dict[int, Rule], taken: Sequence[Taken], double: bool
-) -> Generator[Ask, Taken, bool]:
-    """Whether weights of three parts that explain two unions of them explain the whole too."""
-    whole, one, rest = taken
-    middle, _ = parts_of(samples)
-    edge = (middle + samples) // 2
-    two = yield Ask(middle, edge, rules, double)
-    three = yield Ask(edge, samples, rules, double)
-    both = yield Ask(0, edge, rules, double)
-    try:
-        second = (three.loss - rest.loss) / (rest.loss - two.loss)  # of two, where three weighs 1
-        first = (two.loss - both.loss) / (both.loss - one.loss) * second
-    except ZeroDivisionError:
+def _is_weighted(samples: int, rules: dict[int, Rule], double: bool) -> Generator[Ask, Taken, bool]:
+    """Whether the loss is a quotient of sums over samples, perhaps with constants added to both.
+
+    For the loss L of some samples that means L · (their weights + a constant) = their sums + another one. Over all runs of
+    adjacent ones among five parts these are fifteen equations, linear in twelve unknowns: they have a solution if it is
+    such a quotient, and else almost never.
+    """
+    edges = [samples * number // PARTS for number in range(PARTS + 1)]
+    found: dict[tuple[int, int], float] = {}
+    for start in range(PARTS):
+        for stop in range(start + 1, PARTS + 1):
+            taken = yield Ask(edges[start], edges[stop], rules, double)
+            if not taken.samples:
+                return False
+            found[start, stop] = taken.loss
+    losses = np.array(list(found.values()))
+    whole = found[0, PARTS]
+    spread = float(np.abs(losses - whole).max())
+    if not np.isfinite(losses).all() or spread <= 0.0:
         return False
-    if not (first > 0.0 and second > 0.0):
-        return False
-    expected = (first * one.loss + second * two.loss + three.loss) / (first + second + 1.0)
-    spread = max(one.loss, two.loss, three.loss) - min(one.loss, two.loss, three.loss)
-    return abs(expected - whole.loss) <= max(1e-3 * spread, 1e-6 * abs(whole.loss))
+    rows = np.zeros((len(found), 2 * PARTS + 2))
+    for row, ((start, stop), loss) in zip(rows, found.items(), strict=True):
+        row[start:stop] = row[PARTS] = (loss - whole) / spread
+        row[PARTS + 1 + start : PARTS + 1 + stop] = row[2 * PARTS + 1] = -1.0
+    values = np.linalg.svd(rows, compute_uv=False)
+    noise = (1e-12 if double else 1e-6) * max(1.0, abs(whole) / spread)
+    return bool(values[-1] <= max(10.0 * noise, 1e-9) * values[0])

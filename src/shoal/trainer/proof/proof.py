@@ -54,7 +54,9 @@ class Proof:
         first = not self.keyed.proven
         before = None if first or self.keyed.finding is None else self.keyed.finding.kind
         self.keyed.found(finding, counts=counts and first)
-        if counts and (first or finding.kind not in (before, Kind.UNPROVEN)):
+        if not counts:
+            self.keyed.guess()  # where the rehearsal has not been there
+        elif first or (before in (None, Kind.PROVEN, Kind.UNPROVEN) and finding.kind is not Kind.UNPROVEN):
             self._say(finding, step, refuses=first and self._strict and not alone, quiet=alone)
         self.say_of_draws(step)
 

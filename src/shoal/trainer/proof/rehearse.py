@@ -1,9 +1,9 @@
 """The rehearsal: the examination of a loss, played where it leaves no trace.
 
-It is played where the first batch is yielded, so that the Trainer and own loops share it: in a fork of the worker, whose
-loop gets parts of the batch instead of it, and whose output is dropped. Every worker plays the same samples and comes to
-the same finding, so nobody waits for a verdict, and no death can lose it. Where there is no fork (CUDA), it is played in
-the worker itself, and what changed is put back.
+It is played where the first batch is yielded, so that the Trainer and own loops share it: in a fork of the worker,
+whose loop gets parts of the batch instead of it, and whose output is dropped. Every worker plays the same samples and
+comes to the same finding, so nobody waits for a verdict, and no death can lose it. Where there is no fork (CUDA), it is
+played in the worker itself, and what changed is put back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +30,7 @@ from shoal.draws import here
 from shoal.draws.forward import Forward, Keying, seed_of
 from shoal.draws.sites import as_tree, from_tree
 from shoal.engines.lifeline import die_with_parent
+from shoal.trainer import counted
 from shoal.trainer.proof.examine import Ask, Examination, Finding, Kind, Taken, examine
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _PATIENCE = 30.0
 """Seconds without a word from the fork, after which it is given up. A lock that another thread held may keep it."""
 _HALF = (torch.float16, torch.bfloat16)
 _NUMBERS = (int, float)
+
+_NOT_COMPUTED = Taken(samples=0, total=0.0, weight=0.0)
 
 Fetch = Callable[[int, int], Any]
 """The samples start … stop−1 of those to be examined, as a batch of their own."""
@@ -89,8 +93,8 @@ class Rehearsal:
     # -- in the worker -------------------------------------------------------------------------------------------------
 
     def play(self) -> Iterator[Any]:
-        """Batches to compute, in a fork that does not return from this; none in the worker, which has the finding then."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized() or not hasattr(os, "fork"):
+        """Batches to compute, in a fork that never gets to their end; none in the worker, which then has `finding`."""
+        if not _can_fork():
             yield from self._in_place()
             return
         read, write = os.pipe()
@@ -142,7 +146,8 @@ class Rehearsal:
         _playing = self
         self._watch_autocast()
         if "torch._dynamo" in sys.modules:
-            torch.compiler.set_stance("force_eager")
+            set_stance: Any = torch.compiler.set_stance
+            set_stance("force_eager")
         for module in self._modules:
             for param in module.parameters():
                 param.grad = None
@@ -154,13 +159,13 @@ class Rehearsal:
             self._half = self._half or getattr(context, "fast_dtype", None) in _HALF
             return enter(context)
 
-        torch.amp.autocast_mode.autocast.__enter__ = entering  # type: ignore[method-assign]
+        setattr(torch.amp.autocast_mode.autocast, "__enter__", entering)  # noqa: B010
 
     def _batches(self) -> Iterator[Any]:
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, _BatchNorm):
-                    part.training = False
+                    part.training = False  # it couples samples by design, which is said elsewhere
         examination: Examination = examine(self._samples, dict(self._keying.rules))
         answer: Taken | None = None
         while True:
@@ -171,11 +176,15 @@ class Rehearsal:
                 return
             self._word()
             ask, self._taken = self._ask, None
+            if ask.double and not self._catches:
+                answer = _NOT_COMPUTED
+                continue
             doubled = _double(self._modules) if ask.double else []
             batch = self._fetch(ask.start, ask.stop)
             self._open(ask)
             yield _doubled(batch) if ask.double else batch
             here.enter(None)
+            counted.end()
             _undouble(doubled)
             if self._taken is None:
                 self.finding = Finding(Kind.UNPROVEN, detail="a batch was used without step.backward(loss)")
@@ -188,8 +197,9 @@ class Rehearsal:
         self._numbers = _numbers(self._modules)
         self._forward = Forward(self._keying, positions, self._seed, recording=True)
         self._forward.begin()
-        self._generators = random.getstate(), np.random.get_state()[1].tobytes()
+        self._generators = _generators()
         here.enter(self._forward)
+        counted.begin()
 
     def take(self, loss: Loss, samples: int | None = None) -> None:
         """The loss of the part that was yielded last. Several of them in one part add up."""
@@ -203,7 +213,6 @@ class Rehearsal:
             self._taken = replace(self._taken, total=self._taken.total + total)
             return
         now = _numbers(self._modules)
-        others = [name for name, moved in zip(("Python's generator", "numpy's generator"), self._moved(), strict=True) if moved]
         self._taken = Taken(
             samples=count,
             total=total,
@@ -213,14 +222,15 @@ class Rehearsal:
             seen=tuple(forward.seen),
             past=_past(forward),
             own=tuple(forward.own),
-            others=tuple(others),
+            others=tuple(self._moved()),
             permuted=forward.permuted,
             changed={name: value for name, value in now.items() if self._numbers.get(name) != value},
         )
 
-    def _moved(self) -> tuple[bool, bool]:
-        python, numpy = self._generators
-        return random.getstate() != python, np.random.get_state()[1].tobytes() != numpy
+    def _moved(self) -> list[str]:
+        """Which of the generators beside torch's were drawn from."""
+        names = "Python's generator", "numpy's generator"
+        return [name for name, now, then in zip(names, _generators(), self._generators, strict=True) if now != then]
 
     def _halves(self, value: Tensor) -> bool:
         dtypes = {param.dtype for module in self._modules for param in module.parameters()}
@@ -229,7 +239,7 @@ class Rehearsal:
     def fell(self, error: BaseException) -> None:
         """The loss raised an error. In the fork this does not return, unless it was a trial in double precision."""
         if self._ask is not None and self._ask.double and self._catches:
-            self._taken = Taken(samples=0, total=0.0, weight=0.0)
+            self._taken = _NOT_COMPUTED
             return
         self._leave(Finding(Kind.UNPROVEN, detail=f"{type(error).__name__} in a part of the batch: {error}"[:300]))
 
@@ -254,6 +264,11 @@ class Rehearsal:
         if self._pipe is not None:
             os.write(self._pipe, b"!" + msgspec.msgpack.encode(told))
         os._exit(0)
+
+
+def _can_fork() -> bool:
+    """A fork of a process that has used CUDA cannot use it."""
+    return hasattr(os, "fork") and not (torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
 _playing: Rehearsal | None = None
@@ -295,11 +310,15 @@ def _read(pipe: int, pid: int) -> Finding:
     )
 
 
+def _generators() -> tuple[Any, bytes]:
+    """The states of those that are not torch's."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), repr((state["state"]["pos"], state["state"]["key"].tobytes())).encode()
+
+
 def _flush(stream: Any) -> None:
-    try:
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none
         stream.flush()
-    except (OSError, ValueError, AttributeError):
-        pass  # closed, or none
 
 
 def _state(module: nn.Module) -> list[Tensor]:

@@ -18,21 +18,21 @@ def sentence(finding: Finding) -> str:
             )
         case Kind.WEIGHTED:
             return (
-                f"the loss is a weighted mean, as with class weights, masked or ignored targets or a ratio of sums ({off}), "
-                "and the weights of its parts are not known: return (sum, weight), or, where the weight depends on the "
-                f"model as in dice, take the ratio per sample {_SEE}"
+                f"the loss is a weighted mean, as with class weights, masked or ignored targets or a ratio of sums "
+                f"({off}), and the weights of its parts are not known: return (sum, weight), or, where the weight depends "
+                f"on the model as in dice, take the ratio per sample {_SEE}"
             )
         case Kind.COUPLED:
             why = f" by {finding.detail}" if finding.detail else ""
             return (
-                f"samples of a batch see each other{why}, as with in-batch negatives or mixup ({off}), so that the result "
-                "depends on how the batch is split: each sample sees what its worker computes in one forward. Use "
-                f"workers=1 without micro_batch, gather in an own loop, or write it per sample {_SEE}"
+                f"samples of a batch see each other{why}, as with in-batch negatives or mixup ({off}), so that the "
+                "result depends on how the batch is split: each sample sees what its worker computes in one forward. "
+                f"Use workers=1 without micro_batch, gather in an own loop, or write it per sample {_SEE}"
             )
         case Kind.UNKEYED:
             return (
-                f"a draw of the loss or model is not keyed by sample ({finding.detail}; {off}): it depends on how the batch "
-                f"is split. Draw with torch's default generator, in a shape that holds the samples {_SEE}"
+                f"a draw of the loss or model is not keyed by sample ({finding.detail}; {off}): it depends on how the "
+                f"batch is split. Draw with torch's default generator, in a shape that holds the samples {_SEE}"
             )
         case Kind.STATEFUL:
             what = f"{finding.detail!r}" if finding.detail else "something that the model or the loss remembers"
@@ -45,13 +45,13 @@ def sentence(finding: Finding) -> str:
 
 def by_forward(why: str) -> str:
     return (
-        f"random numbers are drawn past Shoal ({why}), as by compiled graphs, C++ operators and on GPUs: all draws of a "
-        "forward are seeded by its first sample instead, so the result depends on how a batch is split over workers"
+        f"random numbers are drawn past Shoal ({why}), as by compiled graphs, C++ operators and on GPUs: all draws of "
+        "a forward are seeded by its first sample instead, so the result depends on how a batch is split over workers"
     )
 
 
 def anew() -> str:
     return (
-        "this checkpoint was written by an earlier version: random numbers follow another rule from here on, so dropout and "
-        "noise are not those that it would have gone on with"
+        "this checkpoint was written by an earlier version: random numbers follow another rule from here on, so dropout "
+        "and noise are not those that it would have gone on with"
     )
