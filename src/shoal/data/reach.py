@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -22,7 +30,8 @@ _MOST_THINGS = 5_000
 _MOST_ITEMS = 1_000
 """Of one container. Longer ones hold samples, of which a few tell what all are like."""
 _FEW_ITEMS = 8
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), Tensor, np.ndarray, np.generic, range, slice)
+_VALUES = (str, bytes, bytearray, int, float, complex, type(None), Tensor, np.ndarray, np.generic, range, slice)
+_LEAVES = (*_VALUES, ModuleType, GetSetDescriptorType, MemberDescriptorType)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 
 _Named = Iterator[tuple[str, Any]]
@@ -56,11 +65,13 @@ def _parts(path: str, thing: Any) -> _Named:
     elif issubclass(kind, MethodType):
         yield path, thing.__self__
         yield path, thing.__func__
+    elif issubclass(kind, BuiltinMethodType):
+        yield path, thing.__self__
     elif issubclass(kind, (staticmethod, classmethod)):
         yield path, thing.__func__
     elif issubclass(kind, property):
         yield path, thing.fget
-    elif not issubclass(kind, ModuleType):
+    else:
         yield from _of_container(path, thing)
         yield from _of_instance(path, thing)
 
@@ -100,10 +111,9 @@ def _of_class(path: str, kind: type) -> _Named:
 
 
 def _of_function(path: str, function: FunctionType) -> _Named:
-    if _of_library(function.__module__):
-        return
     code = function.__code__
-    yield from _used(path, function.__globals__, list(dict.fromkeys(_names(code))))
+    if not (_of_library(function.__module__) or _is_installed(code)):
+        yield from _used(path, function.__globals__, list(dict.fromkeys(_names(code))))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         # a cell may still be empty
         with suppress(ValueError):
@@ -132,6 +142,11 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _named(path: str, values: Mapping[Any, Any]) -> _Named:
     return ((f"{path}.{name}", value) for name, value in list(values.items()))
+
+
+def _is_installed(code: CodeType) -> bool:
+    """Whether it belongs to a package of others, whose modules lead anywhere."""
+    return "site-packages" in code.co_filename or "dist-packages" in code.co_filename
 
 
 def _of_library(module: Any) -> bool:
