@@ -391,3 +391,18 @@ def test_a_collate_is_keyed_by_its_first_position(case: str, draw: Draw) -> None
 def test_a_collate_does_not_draw_what_the_first_item_drew() -> None:
     (batch,) = Fetcher(Drawing(random.random), lambda items: [items, random.random()]).fetch((Positions([1], 5, 0),))
     assert batch[0][0][1] != batch[1]
+
+
+def test_a_collate_that_changes_its_items_gets_new_ones() -> None:
+    def scaling(items: list[Any]) -> Tensor:
+        for _, row in items:
+            row.mul_(1 + random.random())
+        return torch.stack([row for _, row in items])
+
+    class Rows(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return index, torch.ones(1)
+
+    fetcher = Fetcher(Rows(random.random), scaling)
+    first, again = (fetcher.fetch((Positions(range(4), 5, 0),))[0] for _ in range(2))
+    assert torch.equal(first, again)

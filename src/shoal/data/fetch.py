@@ -86,17 +86,34 @@ class Fetcher:
             except Exception:
                 # item by item finds out which index is wrong, and why
                 pass
-        batch = self._collated(indices, self._items(indices, wanted), wanted)
+        batch = self._made(indices, wanted)
         if self._looked_again:
             return batch
         self._looked_again = True
-        made = self._finder.more()
-        if not made:
+        found = self._finder.more()
+        if not found:
             return batch
-        # with the first items came generators, which somebody else's first items may have made differently
-        self._draws.add(made)
-        self._collate_draws.add(made)
-        return self._collated(indices, self._items(indices, wanted), wanted)
+        # generators that were made with the first items: nothing is known about what they were made from
+        self._draws.add(found)
+        self._collate_draws.add(found)
+        return self._made(indices, wanted)
+
+    def _made(self, indices: list[int], wanted: Positions) -> Any:
+        while True:
+            items = self._items(indices, wanted)
+            if self.collate is None:
+                return self._collated(indices, items, default_collate)
+            self._seed_collate(wanted)
+            batch = self._collated(indices, items, self.collate)
+            if not self._collate_draws.surprised():
+                return batch
+            # from new items, because the first time may have changed these
+
+    def _seed_collate(self, wanted: Positions) -> None:
+        """A `collate` that draws is seeded by the first position that it gets."""
+        seed = wanted.seed(0) ^ _COLLATE
+        self._collate_draws.begin(seed)
+        self._collate_draws.seed(seed)
 
     def _items(self, indices: list[int], wanted: Positions) -> list[Any]:
         """All at once; or one by one and seeded, if that draws. What was drawn unseeded is fetched again."""
@@ -111,19 +128,7 @@ class Fetcher:
             if not self._draws.surprised():
                 return items
 
-    def _collated(self, indices: list[int], items: list[Any], wanted: Positions) -> Any:
-        """One batch. A `collate` that draws is seeded by the first position that it gets."""
-        if self.collate is None:
-            return self._joined(indices, items, default_collate)
-        seed = wanted.seed(0) ^ _COLLATE
-        while True:
-            self._collate_draws.begin(seed)
-            self._collate_draws.seed(seed)
-            batch = self._joined(indices, items, self.collate)
-            if not self._collate_draws.surprised():
-                return batch
-
-    def _joined(self, indices: list[int], items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    def _collated(self, indices: list[int], items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         try:
             return collate(items)
         except Exception as error:
