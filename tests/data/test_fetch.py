@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections import namedtuple
@@ -22,13 +21,13 @@ from torch.utils.data import (
 )
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.data.fetch import Fetcher, Piece, Request, check_data, seed_random
+from shoal.data.fetch import Fetcher, Positions, Request, check_data
 
 Point = namedtuple("Point", "x y")
 
 
-def one(*indices: int, seed: int = 7) -> Request:
-    return Request(((Piece(indices, seed),),))
+def one(*indices: int, key: int = 7, first: int = 0) -> Request:
+    return (Positions(indices, key, first),)
 
 
 def same(left: object, right: object) -> bool:
@@ -52,46 +51,27 @@ def same(left: object, right: object) -> bool:
     return left == right
 
 
-class Noisy(Dataset):
+class Numbers(Dataset):
     def __len__(self) -> int:
         return 100
 
-    def __getitem__(self, index: int) -> dict[str, object]:
-        return {
-            "index": index,
-            "torch": torch.randn(2),
-            "numpy": np.random.randn(2),
-            "gauss": np.random.standard_normal(),
-            "random": random.random(),
-            "normal": random.gauss(0, 1),
-        }
-
-
-class Many(Noisy):
-    def __getitems__(self, indices: list[int]) -> list[dict[str, object]]:
-        return [self[index] for index in indices]
-
-
-class Reluctant(Noisy):
-    def __getitems__(self, indices: list[int]) -> list[dict[str, object]]:
-        random.random()
-        raise NotImplementedError
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 # ---- fetching
 
 
-def test_one_batch_for_each_inner_tuple_in_order() -> None:
+def test_one_batch_for_each_range_of_positions_in_order() -> None:
     data = [(torch.tensor([float(i)]), i) for i in range(10)]
-    request = Request(((Piece(range(0, 2), 1), Piece([5], 2)), (Piece((7, 8), 3),)))
-    first, second = Fetcher(data, None).fetch(request)
+    first, second = Fetcher(data, None).fetch((Positions([0, 1, 5], 1, 0), Positions(range(7, 9), 1, 3)))
     assert first[1].tolist() == [0, 1, 5] and first[0].shape == (3, 1)
     assert second[1].tolist() == [7, 8]
-    assert Fetcher(data, None).fetch(Request(())) == []
+    assert Fetcher(data, None).fetch(()) == []
 
 
 def test_collate_gets_all_items_of_the_batch() -> None:
-    batches = Fetcher(list("abcdef"), "".join).fetch(Request(((Piece([0, 1], 0), Piece([5], 0)), (Piece([2], 0),))))
+    batches = Fetcher(list("abcdef"), "".join).fetch(one(0, 1, 5) + one(2))
     assert batches == ["abf", "c"]
 
 
@@ -101,41 +81,8 @@ def test_indices_are_python_ints() -> None:
             assert type(index) is int
             return index
 
-    request = Request(((Piece(np.array([1, 2]), 0), Piece(torch.tensor([3]), 0)),))
-    assert Fetcher(Strict(), None).fetch(request)[0].tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", [Noisy, Many, Reluctant])
-def test_randomness_is_keyed_by_the_piece_alone(kind: type[Noisy]) -> None:
-    fetcher = Fetcher(kind(), None)
-    together = fetcher.fetch(Request(((Piece([1, 2], 11), Piece([3, 4], 12)),)))[0]
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    np.random.standard_normal(), random.gauss(0, 1)  # both keep a spare value that a new seed must forget
-    alone = Fetcher(Noisy(), None).fetch(Request(((Piece([3, 4], 12),),)))[0]
-    assert same({key: value[2:] for key, value in together.items()}, alone)
-    other = fetcher.fetch(Request(((Piece([3, 4], 13),),)))[0]
-    assert not any(torch.equal(alone[key], other[key]) for key in alone if key != "index")
-
-
-def test_the_generators_differ_from_each_other() -> None:
-    seed_random(12345)
-    # both numbers come straight from the 32-bit outputs of the two engines
-    assert not set(torch.randint(0, 2**32, (50,)).tolist()) & set(np.random.randint(0, 2**32, 50).tolist())
-
-
-def test_any_integer_is_a_seed() -> None:
-    for seed in (0, -1, 2**64 - 1, 2**80):
-        seed_random(seed)
-
-
-def test_seeding_is_cheap() -> None:
-    def seconds() -> float:
-        begin = time.perf_counter()
-        for seed in range(200):
-            seed_random(seed << 20)
-        return (time.perf_counter() - begin) / 200
-
-    assert min(seconds() for _ in range(20)) < 20e-6
+    request = Positions(np.array([1, 2]), 0, 0), Positions(torch.tensor([3]), 0, 2)
+    assert [batch.tolist() for batch in Fetcher(Strict(), None).fetch(request)] == [[1, 2], [3]]
 
 
 # ---- data that is nothing but tensors
@@ -164,7 +111,7 @@ TENSORS = (
 )
 @pytest.mark.parametrize("indices", [[0], [3, 1, 3], range(2, 8)])
 def test_gathering_rows_equals_default_collate(data: Dataset, indices: list[int]) -> None:
-    batch = Fetcher(data, None).fetch(Request(((Piece(indices, 0),),)))[0]
+    batch = Fetcher(data, None).fetch(one(*indices))[0]
     assert same(batch, default_collate([data[i] for i in indices]))
 
 
@@ -343,7 +290,7 @@ def test_other_kinds_are_refused_with_advice() -> None:
         def __len__(self) -> int:
             return 3
 
-    class FloatLength(Noisy):
+    class FloatLength(Numbers):
         def __len__(self) -> int:
             return 2.5  # type: ignore[return-value]
 
@@ -354,7 +301,7 @@ def test_other_kinds_are_refused_with_advice() -> None:
         "without __len__": Broken.__mro__[1](),
         "a generator without __len__ and __getitem__": (i for i in range(3)),
         "NoneType": None,
-        "the class Noisy": Noisy,
+        "the class Numbers": Numbers,
         "dict, which is not indexed": {"x": [1]},
         r"an int": FloatLength(),
         "len.eval. raised TypeError": torch.tensor(3.0),
@@ -366,7 +313,7 @@ def test_other_kinds_are_refused_with_advice() -> None:
 
 
 def test_empty_and_failing_length_are_data_errors() -> None:
-    class Failing(Noisy):
+    class Failing(Numbers):
         def __len__(self) -> int:
             raise OSError("no index file")
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from shoal.core.errors import DataError
 from shoal.data.fetch import Fetcher
-from shoal.data.loader import Loader, Piece, Request, Stream, _Probe, choose
+from shoal.data.loader import Loader, Positions, Request, Stream, _Probe, choose
 
 
 class Noisy(Dataset):
@@ -55,10 +55,9 @@ class Steps:
         self.asked.append(step)
         if step >= self.steps:
             return None
-        first, second, third = (
-            Piece(range(10 * step + n, 10 * step + n + self.samples), 100 * step + n) for n in range(3)
-        )
-        return Request(((first, second), (third,)))
+        start, twice = 10 * step, 2 * self.samples
+        first = Positions(range(start, start + twice), step, 0)
+        return first, Positions(range(start + 2, start + 2 + self.samples), step, twice)
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_requests_and_answers_larger_than_a_socket(open_stream: Callable[..., St
     data = TensorDataset(torch.arange(200_000).reshape(-1, 1).expand(-1, 10))
 
     def make(step: int) -> Request | None:
-        return None if step == 5 else Request(((Piece(range(200_000), 0),),))
+        return None if step == 5 else (Positions(range(200_000), 0, 0),)
 
     # 1.6 MB to ask and 16 MB to answer: neither end may wait for the other to read
     found = taken(open_stream(data, make, 1))
@@ -193,7 +192,7 @@ def test_requests_and_answers_larger_than_a_socket(open_stream: Callable[..., St
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_worker_without_work_in_a_step(open_stream: Callable[..., Stream], processes: int) -> None:
-    stream = open_stream([1], lambda step: Request(()) if step < 3 else None, processes)
+    stream = open_stream([1], lambda step: () if step < 3 else None, processes)
     assert taken(stream) == [[], [], []]
 
 
@@ -224,7 +223,7 @@ values = st.recursive(
 def test_any_nesting_of_plain_values_arrives(items: list[object]) -> None:
     loader = Loader({"data": Fetcher(items, list)}, processes=1, spare_cores=0.0)
     try:
-        stream = loader.open("data", lambda step: Request(((Piece(range(len(items)), 0),),)) if step == 0 else None)
+        stream = loader.open("data", lambda step: (Positions(range(len(items)), 0, 0),) if step == 0 else None)
         assert same(taken(stream), [[items]])
     finally:
         loader.close()
@@ -398,7 +397,7 @@ def test_a_loader_process_sheds_what_is_the_workers(open_stream: Callable[..., S
     handler = signal.signal(signal.SIGTERM, lambda *_: None)
     loader = Loader({"data": Fetcher(Inside(), list)}, processes=1, spare_cores=0.0, close_fds=lambda: [reader, writer])
     try:
-        batches = loader.open("data", lambda _: Request(((Piece([0], 0),),))).take()
+        batches = loader.open("data", lambda _: (Positions([0], 0, 0),)).take()
         assert batches == [[(True, 1, False)]]
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -410,7 +409,7 @@ def test_a_loader_process_sheds_what_is_the_workers(open_stream: Callable[..., S
 WORKER = """
 import time, psutil
 from shoal.data.fetch import Fetcher
-from shoal.data.loader import Loader, Piece, Request
+from shoal.data.loader import Loader, Positions
 
 class Slow:
     def __getitem__(self, index):
@@ -419,7 +418,7 @@ class Slow:
         return index
 
 loader = Loader({"data": Fetcher(Slow(), None)}, processes=2, spare_cores=0.0)
-loader.open("data", lambda step: Request(((Piece([step], 0),),))).take()
+loader.open("data", lambda step: (Positions([step], 0, 0),)).take()
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 time.sleep(60)
 """
@@ -528,7 +527,7 @@ def test_data_that_computes_stays_inline_without_a_spare_core(open_stream: Calla
 
 
 def test_taking_inline_costs_little(open_stream: Callable[..., Stream]) -> None:
-    request = Request(())
+    request: Request = ()
     stream = open_stream([1], lambda step: request, 0)
 
     def seconds() -> float:

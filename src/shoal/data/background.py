@@ -27,7 +27,7 @@ import torch
 
 from shoal.core.errors import DataError
 from shoal.core.traces import own_traceback, place_of
-from shoal.data.fetch import Fetcher, Piece, Request
+from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.parcel import seal, unseal
 from shoal.data.tree import Unpackable
 from shoal.engines.lifeline import die_with_parent
@@ -47,11 +47,11 @@ _Outgoing: TypeAlias = tuple[bytes, Sequence[memoryview]]
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
-    """The indices of all pieces are one buffer of 64-bit numbers."""
+    """The indices of all batches are one buffer of 64-bit numbers."""
 
     source: str
-    batches: list[list[tuple[int, int]]]
-    """Each batch: the number of indices and the seed of each piece."""
+    batches: list[tuple[int, int, int]]
+    """Each batch: the number of its indices, its key and its first position."""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -123,7 +123,7 @@ class LoaderProcess:
         self._make_room()
         ticket = Ticket(self, source, request)
         self._pending.append(ticket)
-        batches = [[(len(piece.indices), piece.seed) for piece in batch] for batch in request.batches]
+        batches = [(len(wanted.indices), wanted.key, wanted.first) for wanted in request]
         indices = array("q", _indices(request))
         # answers that came before the process ended are still there to be received
         with contextlib.suppress(LinkClosed):
@@ -202,7 +202,7 @@ def end_all(processes: Sequence[LoaderProcess]) -> None:
 
 
 def _indices(request: Request) -> list[int]:
-    return [index for batch in request.batches for piece in batch for index in piece.indices]
+    return [index for wanted in request for index in wanted.indices]
 
 
 def _obituary(code: int | None, requests: Iterable[Request]) -> str:
@@ -300,6 +300,4 @@ def _answer(header: bytes, indices: bytearray, sources: Mapping[str, Fetcher]) -
 
 def _requested(ask: _Ask, indices: bytearray) -> Request:
     rest = iter(memoryview(indices).cast("q").tolist())
-    return Request(
-        tuple(tuple(Piece(list(islice(rest, count)), seed) for count, seed in batch) for batch in ask.batches)
-    )
+    return tuple(Positions(list(islice(rest, count)), key, first) for count, key, first in ask.batches)

@@ -5,11 +5,10 @@ Everything here runs in the thread that calls it; `shoal.data.loader` decides in
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,30 +16,38 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from shoal.core.errors import ConfigError, DataError
+from shoal.data.finder import Finder
+from shoal.data.generators import Draws, global_sources
 
-_UINT32 = 0xFFFF_FFFF
-_UINT64 = 0xFFFF_FFFF_FFFF_FFFF
-# torch and numpy grow the same Mersenne Twister state from the same 32 bits, so the two need different ones
-_NUMPY_SALT = 0x9E37_79B9
+_SPREAD = 0x9E37_79B9_7F4A_7C15
+"""2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
+_POSITIVE = (1 << 63) - 1
+_COLLATE = 0x5851_F42D_4C95_7F2D
+"""Turns the seed of an item into that of a `collate`: the two must not draw the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The samples of one atom, and the key of its randomness: the same whoever loads it."""
+class Positions:
+    """Consecutive positions whose samples become one batch: position `first + n` has the sample `indices[n]`.
+
+    What is drawn for a sample depends on `key` and its position alone: whoever fetches it, and beside which others.
+    """
 
     indices: Sequence[int]
-    seed: int
+    key: int
+    first: int
+
+    def seed(self, place: int) -> int:
+        """Of the sample `indices[place]`."""
+        return (self.key + (self.first + place) * _SPREAD) & _POSITIVE
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One worker's part of a step. Each inner tuple is fetched piece by piece and collated into one batch."""
-
-    batches: tuple[tuple[Piece, ...], ...]
+Request: TypeAlias = tuple[Positions, ...]
+"""One worker's part of a step, or any part of that: one batch for each."""
 
 
 class Fetcher:
-    """Turns a `Request` into batches. Remembers only whether its data draws random numbers: any process may fetch.
+    """Turns `Positions` into batches. Remembers only what its data was seen to draw from: any process may fetch.
 
     `collate` takes a list of items and returns a batch; None means `torch.utils.data.default_collate`.
     `name` is how messages call the data set.
@@ -51,78 +58,91 @@ class Fetcher:
         self.collate = collate
         self.name = name
         self._rows = _Rows.of(data) if collate is None else None
-        self._draws = False
-        self._collate_draws = False
-        self._watch = _Watch()
+        self._finder = Finder({} if self._rows else {name: data, "collate": collate})
+        self._looked_again = False
+        sources = global_sources() + self._finder.more()
+        self._draws = Draws(sources)
+        self._collate_draws = Draws(sources)
+
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know about the generators of this data."""
+        return self._finder.notices
 
     def fetch(self, request: Request) -> list[Any]:
-        """One batch for each inner tuple of `request`.
+        """One batch for each `Positions` of `request`.
 
-        Reseeds the global generators of `random`, numpy and torch for each piece if the data set draws from them.
-        Raises `DataError`, chained from the exception of the data set or of `collate`; `KeyboardInterrupt` and
-        `SystemExit` pass through.
+        If the data set draws random numbers, what it draws from is seeded for each item: the global generators of
+        `random`, numpy and torch, and its own. Raises `DataError`, chained from the exception of the data set or of
+        `collate`; `KeyboardInterrupt` and `SystemExit` pass through.
         """
-        return [self._batch(pieces) for pieces in request.batches]
+        return [self._batch(wanted) for wanted in request]
 
-    def _batch(self, pieces: tuple[Piece, ...]) -> Any:
+    def _batch(self, wanted: Positions) -> Any:
+        indices = list(map(as_int, wanted.indices))
         if self._rows is not None:
             try:
-                return self._rows.take(pieces)
+                return self._rows.take(indices)
             except Exception:
                 # item by item finds out which index is wrong, and why
                 pass
-        indices = [as_int(index) for piece in pieces for index in piece.indices]
-        items = None
-        if not self._draws and len(pieces) > 1:
-            items = self._items_unless_drawn(indices, pieces[0].seed)
-        if items is None:
-            self._watch.leave()
-            items = [item for piece in pieces for item in self._items(list(map(as_int, piece.indices)), piece.seed)]
-        return self._collated(indices, items, pieces[0].seed)
+        batch = self._made(indices, wanted)
+        if self._looked_again:
+            return batch
+        self._looked_again = True
+        found = self._finder.more()
+        if not found:
+            return batch
+        # generators that were made with the first items: nothing is known about what they were made from
+        self._draws.add(found)
+        self._collate_draws.add(found)
+        return self._made(indices, wanted)
 
-    def _collated(self, indices: list[int], items: list[Any], seed: int) -> Any:
-        """One batch. A `collate` that draws random numbers is seeded by the first piece that it gets."""
-        watching = self.collate is not None and not (self._draws or self._collate_draws)
-        if self._collate_draws:
-            self._watch.leave()
-            seed_random(seed)
-        elif watching:
-            self._watch.begin(seed)
+    def _made(self, indices: list[int], wanted: Positions) -> Any:
+        while True:
+            items = self._items(indices, wanted)
+            if self.collate is None:
+                return self._collated(indices, items, default_collate)
+            self._seed_collate(wanted)
+            batch = self._collated(indices, items, self.collate)
+            if not self._collate_draws.surprised():
+                return batch
+            # from new items, because the first time may have changed these
+
+    def _seed_collate(self, wanted: Positions) -> None:
+        """A `collate` that draws is seeded by the first position that it gets."""
+        seed = wanted.seed(0) ^ _COLLATE
+        self._collate_draws.begin(seed)
+        self._collate_draws.seed(seed)
+
+    def _items(self, indices: list[int], wanted: Positions) -> list[Any]:
+        """All at once; or one by one and seeded, if that draws. What was drawn unseeded is fetched again."""
+        while True:
+            self._draws.begin(wanted.seed(0))
+            if self._draws:
+                items = [
+                    item for place, index in enumerate(indices) for item in self._asked([index], wanted.seed(place))
+                ]
+            else:
+                items = self._asked(indices, None)
+            if not self._draws.surprised():
+                return items
+
+    def _collated(self, indices: list[int], items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         try:
-            batch = default_collate(items) if self.collate is None else self.collate(items)
+            return collate(items)
         except Exception as error:
             raise DataError(self._uncollatable(indices, items, error)) from error
-        if watching and self._watch.drawn():
-            self._collate_draws = True
-            return self._collated(indices, items, seed)
-        return batch
 
-    def _items_unless_drawn(self, indices: list[int], seed: int) -> list[Any] | None:
-        """All items at once; None if that drew random numbers, which must not depend on what is fetched together.
-
-        Seeding every piece would cost more than fetching it, for the many data sets that draw none.
-        """
-        self._watch.begin(seed)
-        items = self._items(indices, None)
-        if not self._watch.drawn():
-            return items
-        # It may have been somebody else, since the last fetch.
-        self._watch.put_in_step(seed)
-        self._watch.begin(seed)
-        items = self._items(indices, None)
-        self._draws = self._watch.drawn()
-        self._watch.expect_others()
-        return None if self._draws else items
-
-    def _items(self, indices: list[int], seed: int | None) -> list[Any]:
-        seed_random(seed)
+    def _asked(self, indices: list[int], seed: int | None) -> list[Any]:
+        self._seed(seed)
         fetch_many = getattr(self.data, "__getitems__", None)
         if callable(fetch_many):
             try:
                 found = fetch_many(list(indices))
                 items = list(found)
             except NotImplementedError:
-                seed_random(seed)
+                self._seed(seed)
             except Exception as error:
                 raise self._culprit(indices, seed, error) from error
             else:
@@ -140,9 +160,13 @@ class Fetcher:
                 raise self._unfetchable(index, error) from error
         return items
 
+    def _seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self._draws.seed(seed)
+
     def _culprit(self, indices: list[int], seed: int | None, error: Exception) -> DataError:
         """`__getitems__` raised `error`: the index that also raises alone, or else all of them."""
-        seed_random(seed)
+        self._seed(seed)
         for index in indices:
             try:
                 self.data[index]
@@ -184,9 +208,8 @@ class _Rows:
             data = data.dataset
         return cls(data, subsets) if type(data) in (Tensor, TensorDataset) else None
 
-    def take(self, pieces: tuple[Piece, ...]) -> Any:
+    def take(self, indices: list[int]) -> Any:
         """What `default_collate` would make of the items. Raises what torch raises for what it cannot gather."""
-        indices = [as_int(index) for piece in pieces for index in piece.indices]
         for subset in self._subsets:
             indices = [as_int(subset.indices[index]) for index in indices]
         rows = torch.tensor(indices)
@@ -199,62 +222,6 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError("not a plain tensor")
     return torch.index_select(tensor, 0, rows)
-
-
-class _Watch:
-    """Finds out whether anything was drawn from the generators that a data set may draw from.
-
-    Reading their states takes longer than many an item (40 us for numpy's). Twins of Python's and numpy's generators
-    are kept in step with them instead: the next numbers are equal as long as nobody else has drawn.
-    """
-
-    def __init__(self) -> None:
-        self._python: random.Random | None = None
-        self._numpy: Any = None
-        self._apart = False
-        """Whether others draw too between fetches, so that the twins are put in step before each."""
-
-    def begin(self, seed: int) -> None:
-        if self._python is None or self._apart:
-            self.put_in_step(seed)
-        self._torch = torch.default_generator.get_state()
-
-    def leave(self) -> None:
-        """The generators are about to be seeded for a piece: the twins are put in step again when they are needed."""
-        self._python = None
-
-    def put_in_step(self, seed: int) -> None:
-        random.seed(seed)
-        self._python = random.Random(seed)
-        self._numpy = np.random.RandomState(_numpy_word(seed))
-        np.random.seed(_numpy_word(seed))
-
-    def drawn(self) -> bool:
-        """Since `begin`; or, from Python's and numpy's, since they were last put in step."""
-        assert self._python is not None
-        torch_stood = torch.equal(torch.default_generator.get_state(), self._torch)
-        # not short-circuited: the twins must take the same steps
-        in_step = [random.random() == self._python.random(), np.random.random_sample() == self._numpy.random_sample()]
-        return not (torch_stood and all(in_step))
-
-    def expect_others(self) -> None:
-        self._apart = True
-
-
-def _numpy_word(seed: int) -> int:
-    # one word, because an array of two costs five times as much
-    return (seed >> 32 ^ seed ^ _NUMPY_SALT) & _UINT32
-
-
-def seed_random(seed: int | None) -> None:
-    """Seed what a data set may draw from: `random`, numpy's global generator, torch's CPU generator (about 9 us)."""
-    if seed is None:
-        return
-    seed &= _UINT64
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    # also when nobody has imported numpy.random yet: it would then seed itself at random in the middle of an item
-    np.random.seed(_numpy_word(seed))
 
 
 def check_data(data: Any, name: str) -> int:

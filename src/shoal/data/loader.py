@@ -14,10 +14,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import DataError
-from shoal.data.fetch import Fetcher, Piece, Request
+from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.tree import Unpackable
 
-__all__ = ["Choice", "Loader", "Piece", "Request", "Stream", "choose"]
+__all__ = ["Choice", "Loader", "Positions", "Request", "Stream", "choose"]
 
 if TYPE_CHECKING:
     from shoal.data.background import LoaderProcess, Ticket

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.core.atoms import Span, forwards, share
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.keys import derive
-from shoal.data.fetch import Fetcher, Piece, Request, check_data
+from shoal.data.fetch import Fetcher, Positions, Request, check_data
 from shoal.trainer.device import moved
 from shoal.trainer.loss import read_loss
 from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
@@ -48,6 +48,7 @@ class Part:
         self._spans: list[Span] = []
         self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)
         self._name = name
+        self._key = derive(session.seed, name)
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """(samples, batch), in order."""
@@ -66,8 +67,8 @@ class Part:
         if number >= len(self._spans):
             return None
         span = self._spans[number]
-        seed = derive(self._session.seed, self._name, span.start)
-        return Request(((Piece(range(span.start, span.stop), seed),),))
+        # positions are the indices of samples: neither the size of batches nor the number of workers has a say
+        return (Positions(range(span.start, span.stop), self._key, span.start),)
 
     def close(self) -> None:
         self._loader.close()

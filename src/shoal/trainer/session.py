@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan, share
 from shoal.core.errors import CheckpointMismatch, ConfigError
-from shoal.core.events import WorkerSeen
+from shoal.core.events import Notice, WorkerSeen
 from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
@@ -334,6 +334,8 @@ class Session:
         self.times.loop += waited
 
     def loader(self, sources: Mapping[str, Fetcher], data_workers: int | None) -> Loader:
+        for text in (text for fetcher in sources.values() for text in fetcher.notices):
+            self.channel.emit(Notice(step=self.step, text=text))
         return Loader(
             sources,
             processes=data_workers,

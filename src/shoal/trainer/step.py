@@ -18,7 +18,7 @@ from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import EpochDone, StepDone
 from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
-from shoal.data.fetch import Fetcher, Piece, Request
+from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
 from shoal.elastic.board import Phase
 from shoal.syncs.allreduce import Exchange, Weighing
@@ -151,22 +151,14 @@ class Loop:
     def _asking(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
         if self._permutation is None or self._permutation[0] != step.epoch:
             self._permutation = step.epoch, Permutation(self.course.size, order_key(self.session.seed, step.epoch))
-        base = derive(self.session.seed, "data", step.step)
-        return Request(tuple(self._pieces(step, group, base) for group in groups))
+        key = derive(self.session.seed, "data", step.step)
+        return tuple(self._positions(step, group, key) for group in groups)
 
-    def _pieces(self, step: StepSpan, group: Sequence[Span], base: int) -> tuple[Piece, ...]:
+    def _positions(self, step: StepSpan, group: Sequence[Span], key: int) -> Positions:
         assert self._permutation is not None
-        first = group[0].start
-        indices = self._permutation[1].span(step.start + first, step.start + group[-1].stop).tolist()
-        return tuple(
-            Piece(indices[span.start - first : span.stop - first], (base + span.start * _SPREAD) & _POSITIVE)
-            for span in group
-        )
-
-
-_SPREAD = 0x9E3779B97F4A7C15
-"""2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
-_POSITIVE = (1 << 63) - 1
+        first, last = group[0].start, group[-1].stop
+        indices = self._permutation[1].span(step.start + first, step.start + last).tolist()
+        return Positions(indices, key, first)
 
 
 class Step:
