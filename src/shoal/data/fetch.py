@@ -5,6 +5,7 @@ Everything here runs in the thread that calls it; `shoal.data.loader` decides in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from shoal.core.errors import ConfigError, DataError
 from shoal.data.finder import Finder
 from shoal.data.generators import Draws, global_sources
+from shoal.draws.calls import Calls
 
 _SPREAD = 0x9E37_79B9_7F4A_7C15
 """2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
@@ -63,6 +65,7 @@ class Fetcher:
         sources = global_sources() + self._finder.more()
         self._draws = Draws(sources)
         self._collate_draws = Draws(sources)
+        self._collate_calls = Calls(others=False)
 
     @property
     def notices(self) -> list[str]:
@@ -77,6 +80,21 @@ class Fetcher:
         `collate`; `KeyboardInterrupt` and `SystemExit` pass through.
         """
         return [self._batch(wanted) for wanted in request]
+
+    def parts(self, wanted: Positions) -> Callable[[int, int], Any]:
+        """For trials: a function that collates the samples start … stop−1 of these, from copies of the same items."""
+        indices = list(map(as_int, wanted.indices))
+        items = None if self._rows is not None else self._items(indices, wanted)
+
+        def part(start: int, stop: int) -> Any:
+            some = Positions(indices[start:stop], wanted.key, wanted.first + start)
+            if items is None:
+                return self._batch(some)
+            if self.collate is not None and self._collate_draws:
+                return self._drawing(indices[start:stop], _copies(items[start:stop]), some)
+            return self._collated(indices[start:stop], _copies(items[start:stop]))
+
+        return part
 
     def _batch(self, wanted: Positions) -> Any:
         indices = list(map(as_int, wanted.indices))
@@ -102,18 +120,25 @@ class Fetcher:
         while True:
             items = self._items(indices, wanted)
             if self.collate is None:
-                return self._collated(indices, items, default_collate)
-            self._seed_collate(wanted)
-            batch = self._collated(indices, items, self.collate)
+                return self._collated(indices, items)
+            seed = wanted.seed(0) ^ _COLLATE
+            self._collate_draws.begin(seed)
+            batch = self._drawing(indices, items, wanted) if self._collate_draws else self._collated(indices, items)
             if not self._collate_draws.surprised():
                 return batch
             # from new items, because the first time may have changed these
 
-    def _seed_collate(self, wanted: Positions) -> None:
-        """A `collate` that draws is seeded by the first position that it gets."""
-        seed = wanted.seed(0) ^ _COLLATE
-        self._collate_draws.begin(seed)
-        self._collate_draws.seed(seed)
+    def _drawing(self, indices: list[int], items: list[Any], wanted: Positions) -> Any:
+        """A batch of a `collate` that draws: from torch by position, from others by the first position that it gets."""
+        kept = _copies(items)
+
+        def collated(start: int, stop: int) -> Any:
+            nonlocal kept
+            self._collate_draws.seed(wanted.seed(start) ^ _COLLATE, but_torch=True)
+            fresh, kept = kept, _copies(kept)
+            return self._collated(indices[start:stop], fresh[start:stop])
+
+        return self._collate_calls.make(wanted.first, len(indices), wanted.key ^ _COLLATE, collated)
 
     def _items(self, indices: list[int], wanted: Positions) -> list[Any]:
         """All at once; or one by one and seeded, if that draws. What was drawn unseeded is fetched again."""
@@ -128,9 +153,9 @@ class Fetcher:
             if not self._draws.surprised():
                 return items
 
-    def _collated(self, indices: list[int], items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    def _collated(self, indices: list[int], items: list[Any]) -> Any:
         try:
-            return collate(items)
+            return default_collate(items) if self.collate is None else self.collate(items)
         except Exception as error:
             raise DataError(self._uncollatable(indices, items, error)) from error
 
@@ -188,6 +213,14 @@ class Fetcher:
             return f"{_listed(indices)} of {self.name} cannot be collated into a batch: {reason}"
         hint = f" ({found})" if found else ""
         return f"collate raised {_told(error)} for {_listed(indices)} of {self.name}{hint}"
+
+
+def _copies(items: list[Any]) -> list[Any]:
+    """Items of their own for a `collate` that may change what it gets; the same ones where they cannot be copied."""
+    try:
+        return copy.deepcopy(items)
+    except Exception:
+        return list(items)
 
 
 class _Rows:

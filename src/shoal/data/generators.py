@@ -50,10 +50,11 @@ class Draws:
     def add(self, sources: Sequence[Source]) -> None:
         self._watched += sources
 
-    def seed(self, seed: int) -> None:
-        """Seed what it draws from."""
+    def seed(self, seed: int, *, but_torch: bool = False) -> None:
+        """Seed what it draws from; `but_torch`: not torch's default generator."""
         for source in self._seeded:
-            source.seed(seed)
+            if not (but_torch and isinstance(source, _Torch) and source.default):
+                source.seed(seed)
 
     def begin(self, seed: int) -> None:
         """Watch everything else."""
@@ -211,6 +212,7 @@ class _Python(_Own):
 class _Torch(_Own):
     def __init__(self, generator: torch.Generator, salt: int) -> None:
         self._generator, self._salt = generator, salt
+        self.default = generator is torch.default_generator
 
     def seed(self, seed: int) -> None:
         self._generator.manual_seed((seed ^ self._salt) & _UINT64)

@@ -97,10 +97,11 @@ class Forward:
         self._recording = recording
         self._asked = 0
 
-    def begin(self) -> None:
+    def begin(self, *, others: bool = True) -> None:
         """Seed the generators that a model or a loss may draw from: alike in all forwards of a step."""
         torch.default_generator.manual_seed(self._seed)
-        seed_others(self._seed)
+        if others:
+            seed_others(self._seed)
 
     def draw(self, kind: str, shape: Sequence[int]) -> Draw:
         """What stands for a draw of this shape by the code that called."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.atoms import Span, forwards, share
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.events import Notice
 from shoal.core.keys import derive
 from shoal.data.fetch import Fetcher, Positions, Request, check_data
+from shoal.draws.calls import Calls
+from shoal.trainer import counted
 from shoal.trainer.device import moved
-from shoal.trainer.loss import read_loss
+from shoal.trainer.loss import Loss, read_loss
 from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
+from shoal.trainer.proof.words import by_forward
 from shoal.trainer.session import Session
 
 LossFn = Callable[[nn.Module, Any], Any]
 PredictFn = Callable[[nn.Module, Any], Any]
+Made = TypeVar("Made")
 
 
 @contextmanager
@@ -49,9 +54,37 @@ class Part:
         self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)
         self._name = name
         self._key = derive(session.seed, name)
+        self._calls = Calls()
+        self._said = False
 
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        """(samples, batch), in order."""
+    def each(self, compute: Callable[[Any], Made]) -> Iterator[tuple[int, Made]]:
+        """(samples, what `compute` makes of the batch), in order. What is drawn meanwhile is keyed by sample index."""
+        seed = derive(self._session.seed, "draws", self._name)
+        with counted.counting():
+            for span, batch in self._batches():
+
+                def part(start: int, stop: int, span: Span = span, batch: Any = batch) -> Made:
+                    whole = stop - start == span.samples
+                    counted.begin()
+                    try:
+                        return compute(batch if whole else self._fetched(span.start + start, span.start + stop))
+                    finally:
+                        counted.end()
+
+                yield span.samples, self._calls.make(span.start, span.samples, seed, part)
+                self._say()
+
+    def _fetched(self, start: int, stop: int) -> Any:
+        (batch,) = self._loader.sources[self._name].fetch((Positions(range(start, stop), self._key, start),))
+        return moved(batch, self._session.device)
+
+    def _say(self) -> None:
+        why = self._calls.keying.by_forward
+        if why and not self._said:
+            self._said = True
+            self._session.channel.emit(Notice(step=self._session.step, text=f"in {self._name}, {by_forward(why)}"))
+
+    def _batches(self) -> Iterator[tuple[Span, Any]]:
         positions = share(self._size, self._session.workers)[self._session.rank]
         whole = Span(0, positions.start, positions.stop)
         self._spans = [part for (part,) in forwards([whole], self._batch, alone=True)] if positions else []
@@ -59,7 +92,7 @@ class Part:
         try:
             for span in self._spans:
                 (batch,) = stream.take() or [None]
-                yield span.samples, moved(batch, self._session.device)
+                yield span, moved(batch, self._session.device)
         finally:
             stream.close()
 
@@ -96,26 +129,26 @@ class Evaluator:
         own = make_metrics(self._specs)
         total = weight = 0.0
         with evaluating(model):
-            for samples, batch in self._part.batches():
-                if self._loss is not None:
-                    loss = read_loss(self._loss(model, batch), training=False)
+            for samples, (loss, pair) in self._part.each(lambda batch: self._compute(model, batch, own)):
+                if loss is not None:
                     each = float(samples) if loss.weight is None else loss.weight
                     total += float(loss.value) * (each if loss.mean else 1.0) if each else 0.0
                     weight += each
-                self._update(own, model, batch)
+                for metric in own:
+                    if pair is not None and not needs_loss(metric):
+                        metric.update(*pair)
         told = self._session.gather({"loss": [total, weight], "states": [metric.state() for metric in own]})
         figures = self._merged(told)
         self._session.times.eval += time.perf_counter() - begun
         return figures
 
-    def _update(self, own: list[Metric], model: nn.Module, batch: Any) -> None:
-        watching = [metric for metric in own if not needs_loss(metric)]
-        if not watching:
-            return
+    def _compute(self, model: nn.Module, batch: Any, own: list[Metric]) -> tuple[Loss | None, tuple[Any, Any] | None]:
+        """The loss, and what metrics compare; each where it is wanted."""
+        loss = None if self._loss is None else read_loss(self._loss(model, batch), training=False)
+        if all(needs_loss(metric) for metric in own):
+            return loss, None
         assert self._predict is not None
-        prediction, target = _pair(self._predict(model, batch))
-        for metric in watching:
-            metric.update(prediction, target)
+        return loss, _pair(self._predict(model, batch))
 
     def _merged(self, told: list[dict[str, Any]]) -> dict[str, float]:
         """In order of rank into fresh objects: the same figures on every worker, whatever their number."""
@@ -148,8 +181,7 @@ def predict_part(session: Session, part: Part, model: nn.Module, predict: Predic
     """This worker's predictions, in order, joined into one; an empty list if it has no samples."""
     outputs = []
     with evaluating(model):
-        for _, batch in part.batches():
-            returned = predict(model, batch)
+        for _, returned in part.each(lambda batch: predict(model, batch)):
             outputs.append(returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned)
     return [join(outputs)] if outputs else []
 

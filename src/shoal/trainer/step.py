@@ -113,10 +113,10 @@ class Loop:
         """Whether nothing but the workers cuts a step."""
         return not self.session.deterministic and (self._given is None or self._given >= self.course.batch)
 
-    def batch(self, step: StepSpan, start: int, stop: int) -> Any:
-        """These samples of a step, counted from its first one, as one batch."""
-        (batch,) = self.fetcher.fetch(self._asking(step, [[Span(0, start, stop)]]))
-        return batch
+    def parts(self, step: StepSpan, start: int, samples: int) -> Callable[[int, int], Any]:
+        """For trials: makes batches of samples of a step, counted from the one at `start`."""
+        (wanted,) = self._asking(step, [[Span(0, start, start + samples)]])
+        return self.fetcher.parts(wanted)
 
     def rehearsed(self, step: StepSpan) -> int:
         """How many samples of a step are examined before it: not more than a forward has, the same on all workers."""
@@ -325,12 +325,15 @@ class Step:
     def _rehearse(self, first: int, samples: int, *, counts: bool) -> Iterator[Any]:
         """Examine the loss on these samples: in a fork, which does not come back from here."""
         session = self._session
-        self._rehearsal = session.rehearsal(
-            lambda start, stop: moved(self._loop.batch(self.span, first + start, first + stop), session.device),
-            at=(self.number, self._phases - 1),
-            first=first,
-            samples=samples,
-        )
+        parts: list[Callable[[int, int], Any]] = []
+
+        def fetch(start: int, stop: int) -> Any:
+            if not parts:  # in the fork: what is read there is of no account here
+                parts.append(self._loop.parts(self.span, first, samples))
+            return moved(parts[0](start, stop), session.device)
+
+        at = self.number, self._phases - 1
+        self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
         finding, self._rehearsal = self._rehearsal.finding, None
         assert finding is not None

@@ -251,9 +251,9 @@ def _unsteady(taken: Taken) -> tuple[Kind, str]:
 def _is_weighted(samples: int, rules: dict[int, Rule], double: bool) -> Generator[Ask, Taken, bool]:
     """Whether the loss is a quotient of sums over samples, perhaps with constants added to both.
 
-    For the loss L of some samples that means L · (their weights + a constant) = their sums + another one. Over all runs of
-    adjacent ones among five parts these are fifteen equations, linear in twelve unknowns: they have a solution if it is
-    such a quotient, and else almost never.
+    For the loss L of some samples that means L · (their weights + a constant) = their sums + another one. Over all runs
+    of adjacent ones among five parts these are fifteen equations, linear in twelve unknowns: they have a solution if it
+    is such a quotient, and else almost never.
     """
     edges = [samples * number // PARTS for number in range(PARTS + 1)]
     found: dict[tuple[int, int], float] = {}

@@ -153,7 +153,7 @@ class Rehearsal:
                 param.grad = None
 
     def _watch_autocast(self) -> None:
-        enter = torch.amp.autocast_mode.autocast.__enter__
+        enter: Any = torch.amp.autocast_mode.autocast.__enter__
 
         def entering(context: Any) -> Any:
             self._half = self._half or getattr(context, "fast_dtype", None) in _HALF

@@ -19,15 +19,16 @@ def sentence(finding: Finding) -> str:
         case Kind.WEIGHTED:
             return (
                 f"the loss is a weighted mean, as with class weights, masked or ignored targets or a ratio of sums "
-                f"({off}), and the weights of its parts are not known: return (sum, weight), or, where the weight depends "
-                f"on the model as in dice, take the ratio per sample {_SEE}"
+                f"({off}), and the weights of its parts are not known: return (sum, weight), or, where the weight "
+                f"depends on the model as in dice, take the ratio per sample {_SEE}"
             )
         case Kind.COUPLED:
             why = f" by {finding.detail}" if finding.detail else ""
             return (
-                f"samples of a batch see each other{why}, as with in-batch negatives or mixup ({off}), so that the "
-                "result depends on how the batch is split: each sample sees what its worker computes in one forward. "
-                f"Use workers=1 without micro_batch, gather in an own loop, or write it per sample {_SEE}"
+                f"samples of a batch see each other{why}, as with in-batch negatives, mixup or a clamped divisor "
+                f"({off}), so that the result depends on how the batch is split: each sample sees what its worker "
+                "computes in one forward. Use workers=1 without micro_batch, gather in an own loop, or write it per "
+                f"sample {_SEE}"
             )
         case Kind.UNKEYED:
             return (
@@ -52,6 +53,6 @@ def by_forward(why: str) -> str:
 
 def anew() -> str:
     return (
-        "this checkpoint was written by an earlier version: random numbers follow another rule from here on, so dropout "
-        "and noise are not those that it would have gone on with"
+        "this checkpoint was written by an earlier version: random numbers follow another rule from here on, so "
+        "dropout and noise are not those that it would have gone on with"
     )
