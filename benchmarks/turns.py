@@ -98,7 +98,6 @@ class Table:
             "MKL_NUM_THREADS": "1",
             turn.SOCKET: str(self.folder / "door"),
             turn.ARM: seat.arm.name,
-            turn.SHARE: str(self.share),
         }
         for environment in rank_environments(self.workers) if seat.arm.per_rank else [{}]:
             with seat.log.open("ab") as log:
@@ -119,9 +118,9 @@ class Table:
         while waiting := [seat for seat in self.seats.values() if len(seat.ranks) < self.workers]:
             for seat in waiting:
                 if any(process.poll() is not None for process in seat.processes):
-                    raise _failure(seat, "ended before its first step")
+                    raise _failure(seat, "ended before its second step")
             if time.monotonic() > until:
-                raise _failure(waiting[0], f"did not reach its first step in {self.deadline:.0f} s")
+                raise _failure(waiting[0], f"did not reach its second step in {self.deadline:.0f} s")
             if select([door], [], [], 0.2)[0]:
                 self._seat_rank(door.accept()[0])
 
