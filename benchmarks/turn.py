@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
 from typing import Any
 
@@ -91,6 +92,7 @@ def _connect(address: str, arm: str) -> socket.socket:
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
     about = {"arm": arm, "pid": os.getpid(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    about["shoal"] = getattr(sys.modules.get("shoal"), "__file__", None)
     line.sendall(json.dumps(about).encode() + b"\n")
     return line
 

@@ -56,9 +56,20 @@ class Seat:
 class Table:
     """Starts the arms, gives them turns, ends them. Use as a context manager, from one thread."""
 
-    def __init__(self, arms: Sequence[Arm], *, share: int, workers: int, folder: Path, deadline: float = 120.0) -> None:
-        """`share` is a rank's part of the global batch; an arm silent for `deadline` seconds has failed."""
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        share: int,
+        workers: int,
+        folder: Path,
+        deadline: float = 120.0,
+        tree: Path = HERE.parent,
+    ) -> None:
+        """`share` is a rank's part of the global batch; an arm silent for `deadline` seconds has failed. Arms import
+        Shoal from `tree`, whichever the interpreter has."""
         self.share, self.workers, self.folder, self.deadline = share, workers, folder, deadline
+        self.source = tree.resolve() / "src"
         self.seats = {arm.name: Seat(arm, folder / f"{arm.name}.log") for arm in arms}
         self.torch: set[str] = set()
         self.cpu_elsewhere = self.cpu_available = 0.0
@@ -98,7 +109,7 @@ class Table:
         return self.workers if seat.arm.alone else 1
 
     def _start(self, seat: Seat) -> None:
-        paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(self.source), os.environ.get("PYTHONPATH", "")]
         shared = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -141,6 +152,8 @@ class Table:
         threads = self._threads(seat)
         if about["threads"] != threads or len(self.torch) > 1:
             raise _failure(seat, f"has a rank with {about}: it must have {threads} threads, and the same torch as all")
+        if about["shoal"] and not Path(about["shoal"]).resolve().is_relative_to(self.source):
+            raise _failure(seat, f"has a rank with {about}: it must have the Shoal in {self.source}")
 
     def _reports(self, seat: Seat, samples: int) -> list[float]:
         until, seconds, silent = time.monotonic() + self.deadline, [], set(seat.ranks.values())
