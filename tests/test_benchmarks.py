@@ -27,9 +27,10 @@ def bench() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(FOLDER)
         import roster
         import run
+        import turns
         import works
 
-        yield SimpleNamespace(roster=roster, run=run, works=works.WORKS)
+        yield SimpleNamespace(roster=roster, run=run, turns=turns, works=works.WORKS)
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
             del sys.modules[name]
@@ -81,3 +82,27 @@ def test_what_is_too_slow_is_said(bench: SimpleNamespace) -> None:
     assert bench.run.missed({"cnn": found(1.03, 1.0), "vae": found(0.97, 1.0), "cnn:dry": found(0.5, 0.5)}) == []
     hand, plain = bench.run.missed({"cnn": found(1.02, 1.0), "vae": found(1.0, 0.99)})
     assert "cnn" in hand and "1.020" in hand and "vae" in plain and "0.990" in plain
+
+
+RANK = """
+import os, torch, turn
+
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+while True:
+    if (child := os.fork()) == 0:
+        turn.tick(5)
+        os._exit(0)
+    os.waitpid(child, 0)
+    turn.tick(3)
+    turn.tick(1)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_in_a_fork_takes_no_turn(bench: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    arms = [bench.turns.Arm("alone", (sys.executable, str(tmp_path / "rank.py")), per_rank=True, alone=True)]
+    with bench.turns.Table(arms, share=2, workers=2, folder=tmp_path, deadline=60) as table:
+        assert [table.turn("alone", lead=1, steps=2) > 0 for _ in range(3)] == [True] * 3
