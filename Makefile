@@ -75,7 +75,7 @@ chaos: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/fuzz.py --frames 1000000
 
-# In an environment of its own: the libraries we compare with stay out of .venv. About an hour and a half, on an idle machine;
+# In an environment of its own: the libraries we compare with stay out of .venv. Nearly two hours, on an idle machine;
 # what needs a lab needs root.
 bench:
 	PYTHON=$(PYTHON) benchmarks/setup.sh

@@ -166,7 +166,7 @@ class Timed:
 
     arm: str
     notebook: Path
-    steps: int = 0
+    steps: int = 1  # the first is done before an arm takes turns
     early: list[Turn] = field(default_factory=list)
     late: list[Turn] = field(default_factory=list)
     failure: str = ""

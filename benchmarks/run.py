@@ -1,9 +1,12 @@
 """Compares training speed: arms take turns in one run, so what disturbs the machine disturbs all of them.
 
 examples
-  python benchmarks/run.py speed                              all arms, both models
+  python benchmarks/run.py speed                              all models
+  python benchmarks/run.py speed --work random --check        those that draw random numbers; exit code 1 if one is slow
+  python benchmarks/run.py speed --work cnn,cnn:dry           one of them, with its dropout and without
   python benchmarks/run.py speed --work mlp --rounds 60       narrower intervals
   python benchmarks/run.py speed --arms hand,hand             an arm against itself: what the machine can resolve
+  python benchmarks/run.py speed --tree ../other              the Shoal of another folder
 
 Run it with the interpreter that benchmarks/setup.sh made; every arm uses the same one.
 """
@@ -21,11 +24,17 @@ from typing import Any
 
 import numpy as np
 from ratios import FEWEST, Interval, median_interval
+from roster import BATCH, GROUPS, HAND, PLAIN, RANDOM, ROSTER, default_arms
 from turns import HERE, Arm, ArmFailed, Table
 
-SCRIPTS = {"shoal": "shoal_arm", "hand": "hand", "lightning": "lightning_arm", "accelerate": "accelerate_arm"}
+SCRIPTS = {
+    "shoal": "shoal_arm",
+    "hand": "hand",
+    "plain": "plain",
+    "lightning": "lightning_arm",
+    "accelerate": "accelerate_arm",
+}
 WORKERS = 2
-BATCH = {"gpt": 32, "mlp": 128}  # as in work.py, which imports torch: the harness does without
 LEAD = 3  # steps of a turn before its clock starts: caches and clock frequency settle
 WARM_UP = 2  # rounds that do not count
 PATIENCE = 8  # rounds tried for each that must be quiet
@@ -41,22 +50,25 @@ class Plan:
     quiet: float
 
 
-def speed(works: Sequence[str], arms: Sequence[str], plan: Plan) -> dict[str, Any]:
+def speed(works: Sequence[str], arms: Sequence[str] | None, plan: Plan, tree: Path) -> dict[str, Any]:
     """Runs every work in turn; prints as it goes and returns what it printed, with each round's seconds."""
     report = {}
     for work in works:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            seconds, notes = measure(work, numbered(arms), plan, Path(folder))
+            seconds, notes = measure(work, numbered(arms or default_arms(work)), plan, Path(folder), tree)
         report[work] = {**summary(seconds), **notes, "seconds_per_step": seconds}
         show(work, report[work])
     return report
 
 
-def measure(work: str, arms: Sequence[str], plan: Plan, folder: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def measure(
+    work: str, arms: Sequence[str], plan: Plan, folder: Path, tree: Path
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds per step of every arm in every round that counts, and notes on how quiet the machine was."""
     started, share = [arm(name, work, folder) for name in arms], BATCH[work] // WORKERS
-    with Table(started, share=share, workers=WORKERS, folder=folder) as table:
-        print(f"{work}: {len(arms)} arms ready, torch {', '.join(table.torch)}", file=sys.stderr)
+    with Table(started, share=share, workers=WORKERS, folder=folder, tree=tree) as table:
+        ready = f"{work}: {len(arms)} arms ready, torch {', '.join(table.torch)}, Shoal of {table.source}"
+        print(ready, file=sys.stderr)
         first = [table.turn(name, lead=LEAD, steps=CALIBRATION) / CALIBRATION for name in arms]
         steps = max(CALIBRATION, round(plan.turn / float(np.median(first))))
         kept, repeated = quiet_rounds(table, arms, steps, plan)
@@ -65,6 +77,7 @@ def measure(work: str, arms: Sequence[str], plan: Plan, folder: Path) -> tuple[d
             "rounds_repeated": repeated,
             "steps_per_turn": steps,
             "torch": sorted(table.torch),
+            "shoal": str(table.source),
             "cpu_elsewhere": float(np.mean([elsewhere for _, elsewhere in kept])),
             "cpu_seconds_while_waiting": {name: seat.cpu_waiting for name, seat in table.seats.items()},
         }
@@ -104,6 +117,8 @@ def arm(name: str, work: str, folder: Path) -> Arm:
     command = (sys.executable, str(HERE / "arms" / f"{SCRIPTS[kind]}.py"), work)
     if kind == "shoal":
         return Arm(name, (*command, str(WORKERS), str(folder / name)), per_rank=False)
+    if kind == "plain":
+        return Arm(name, (*command, "plain"), per_rank=True, alone=True)
     return Arm(name, command, per_rank=True)
 
 
@@ -145,6 +160,47 @@ def show(work: str, found: dict[str, Any]) -> None:
     print(f"  other processes used {found['cpu_elsewhere']:.1%} of the machine in these rounds\n", flush=True)
 
 
+def overview(report: dict[str, Any]) -> None:
+    """The speeds of Shoal in all works, as a table for README.md."""
+    names = list(dict.fromkeys(name for found in report.values() for name in found["relative_speed"]))
+    print(f"| work | ms a step of {next(iter(report.values()))['base']} | " + " | ".join(names) + " |")
+    print("|---" * (2 + len(names)) + "|")
+    for work, found in report.items():
+        own = found["milliseconds_per_step_quartiles"][found["base"]][1]
+        cells = [_cell(found["relative_speed"].get(name)) for name in names]
+        print(f"| `{work}` | {own:.1f} | " + " | ".join(cells) + " |")
+
+
+def _cell(values: dict[str, float] | None) -> str:
+    if values is None:
+        return ""
+    interval = Interval(**values)
+    return f"{interval.median:.3f} ({interval.low:.3f} – {interval.high:.3f})"
+
+
+def missed(report: dict[str, Any]) -> list[str]:
+    """The figures of roster.py that were measured and not reached, in words."""
+    said = []
+    for work, found in report.items():
+        relative = {name: Interval(**values) for name, values in found["relative_speed"].items()}
+        if found["base"] != "shoal":
+            continue
+        if "hand" in relative and relative["hand"].low < HAND.get(work, 0.0):
+            said.append(f"{work}: relative to hand the interval begins at {relative['hand'].low:.3f}, not {HAND[work]}")
+        if "plain" in relative and relative["plain"].median < PLAIN.get(work, 0.0):
+            said.append(f"{work}: {relative['plain'].median:.3f} times one plain process instead of {PLAIN[work]}")
+    return said
+
+
+def work_list(text: str) -> list[str]:
+    """Names and groups of them, each work once."""
+    works = [work for name in text.split(",") for work in GROUPS.get(name, [name])]
+    if unknown := sorted(set(works) - set(ROSTER)):
+        known = f"{', '.join([*GROUPS['all'], *GROUPS])}, and NAME:dry for {', '.join(RANDOM)}"
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}; works are {known}")
+    return list(dict.fromkeys(works))
+
+
 def arm_list(text: str) -> list[str]:
     arms = text.split(",")
     if unknown := sorted(set(arms) - set(SCRIPTS)):
@@ -163,14 +219,17 @@ def arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("speed", help=f"time per training step on {WORKERS} workers")
     add = one.add_argument
-    works = "gpt: compute-bound; mlp: many small tensors (default all)"
-    which = f"some of {','.join(SCRIPTS)} (default all); all are compared with shoal, or else with the first"
-    add("--work", choices=[*BATCH, "all"], default="all", help=works)
-    add("--arms", type=arm_list, default=list(SCRIPTS), help=which)
+    works = f"some of {','.join(GROUPS['all'])}, cnn:dry and so on, or of {','.join(GROUPS)} (default all)"
+    which = f"some of {','.join(SCRIPTS)}; all are compared with shoal, or else with the first"
+    usual = f"default {','.join(default_arms('gpt'))}, and {','.join(default_arms('cnn'))} for random and dry"
+    add("--work", type=work_list, default=GROUPS["all"], metavar="WORKS", help=works)
+    add("--arms", type=arm_list, metavar="ARMS", help=f"{which} ({usual})")
     add("--rounds", type=round_count, default=40, help="rounds that count, one turn of every arm in each (default 40)")
     add("--turn", type=float, default=0.6, metavar="SECONDS", help="about how long a turn lasts (default 0.6)")
     add("--quiet", type=float, default=1.0, metavar="SHARE", help="repeat rounds where others used more CPU, as 0.05")
+    add("--tree", type=Path, default=HERE.parent, metavar="FOLDER", help="whose src/shoal to measure")
     add("--json", type=Path, metavar="FILE", help="also write all that was measured there")
+    add("--check", action="store_true", help="exit with code 1 if a figure is missed")
     return parser.parse_args()
 
 
@@ -178,7 +237,7 @@ def main() -> int:
     given = arguments()
     try:
         plan = Plan(given.rounds, given.turn, given.quiet)
-        found = speed(list(BATCH) if given.work == "all" else [given.work], given.arms, plan)
+        found = speed(given.work, given.arms, plan, given.tree)
     except ArmFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
@@ -187,7 +246,11 @@ def main() -> int:
         return 130
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
-    return 0
+    overview(found)
+    said = missed(found)
+    for line in said:
+        print(f"missed: {line}")
+    return 1 if said and given.check else 0
 
 
 if __name__ == "__main__":

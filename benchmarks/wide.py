@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from work import WORKS, Pool, Work, class_loss
+from work import Pool, Work, class_loss
+from works import WORKS
 
 SHARE = 8  # samples of a worker in each step
 WORKERS = (2, 4)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import turn
 from torch import Tensor, nn
 
-Batch = Sequence[Tensor]
+Batch = Any  # what the collate makes: tensors in a tuple or a dict
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Work:
     data: Callable[[], Any]
     loss: Callable[[nn.Module, Batch], Tensor]
     batch_size: int  # global, over all workers
+    collate: Callable[[list[Any]], Batch] | None = None  # None is torch's default
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-4)
@@ -36,8 +37,9 @@ SYMBOLS = 256  # bytes
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout, self.drop = dropout, nn.Dropout(dropout)
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.join = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -46,25 +48,27 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         heads = self.qkv(self.before_attention(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        out: Tensor = x + self.mlp(self.before_mlp(x))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        x = x + self.drop(self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
+        out: Tensor = x + self.drop(self.mlp(self.before_mlp(x)))
         return out
 
 
 class TinyGPT(nn.Module):
     """About a million parameters; the token embedding is also the output layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(DEPTH)))
+        self.drop = nn.Dropout(dropout)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
         self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.drop(self.token(tokens) + self.position.weight[: tokens.shape[1]])
         out: Tensor = self.head(self.norm(self.blocks(x)))
         return out
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.utils.data import DataLoader
-from work import WORKS
+from works import WORKS
 
 work = WORKS[sys.argv[1]]
 torch.manual_seed(0)
@@ -21,7 +21,8 @@ accelerator = Accelerator(
 )
 model = work.model()
 optimizer = work.optimizer(model.parameters())
-loader = DataLoader(work.data(), batch_size=work.batch_size // accelerator.num_processes, shuffle=True)
+share = work.batch_size // accelerator.num_processes
+loader = DataLoader(work.data(), batch_size=share, shuffle=True, collate_fn=work.collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 for epoch in range(1000):

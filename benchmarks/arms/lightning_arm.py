@@ -10,7 +10,8 @@ import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
-from work import WORKS, Batch
+from work import Batch
+from works import WORKS
 
 work, workers = WORKS[sys.argv[1]], int(os.environ["WORLD_SIZE"])
 
@@ -41,4 +42,5 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Module(), DataLoader(work.data(), batch_size=work.batch_size // workers, shuffle=True))
+share = work.batch_size // workers
+trainer.fit(Module(), DataLoader(work.data(), batch_size=share, shuffle=True, collate_fn=work.collate))

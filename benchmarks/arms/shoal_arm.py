@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from work import WORKS
+from works import WORKS
 
 from shoal import Trainer
 
@@ -16,6 +16,7 @@ Trainer(
     loss=work.loss,
     optimizer=work.optimizer,
     data=work.data(),
+    collate=work.collate,
     batch_size=work.batch_size,
     epochs=1000,
     workers=workers,

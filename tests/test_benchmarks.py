@@ -1,0 +1,108 @@
+"""What the arms of benchmarks/run.py train: every work computes a mean over samples, and the tables agree."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+STEADY = ["gpt", "mlp"]
+RANDOM = ["gpt-dropout", "cnn", "encoder", "bert", "vae", "denoiser", "lstm", "gru"]
+DRY = [f"{name}:dry" for name in RANDOM]
+SAMPLES, FIRST = 6, 2  # of a batch, and of its first part
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The modules, as scripts in that folder import each other."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        import roster
+        import run
+        import turns
+        import works
+
+        yield SimpleNamespace(roster=roster, run=run, turns=turns, works=works.WORKS)
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
+            del sys.modules[name]
+
+
+def timely(names: list[str]) -> list[Any]:
+    """Importing transformers alone takes longer than all the rest."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name.startswith("bert") else name for name in names]
+
+
+def batch_of(work: Any, items: list[Any]) -> Any:
+    return (work.collate or default_collate)(items)
+
+
+@pytest.mark.parametrize("name", timely([*STEADY, *DRY]))
+def test_without_random_numbers_the_loss_is_a_mean_over_samples(bench: SimpleNamespace, name: str) -> None:
+    work = bench.works[name]
+    torch.manual_seed(0)
+    model, items = work.model(), work.data().__getitems__(range(SAMPLES))
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        parts = (items, items[:FIRST], items[FIRST:])
+        whole, first, rest = (work.loss(model, batch_of(work, part)) for part in parts)
+    assert torch.equal(torch.get_rng_state(), before), "it drew random numbers"
+    assert torch.isfinite(whole)
+    torch.testing.assert_close(whole, (first * FIRST + rest * (SAMPLES - FIRST)) / SAMPLES)
+
+
+@pytest.mark.parametrize("name", timely(RANDOM))
+def test_a_work_that_draws_does_so_in_each_loss(bench: SimpleNamespace, name: str) -> None:
+    work = bench.works[name]
+    torch.manual_seed(0)
+    model, batch = work.model(), batch_of(work, work.data().__getitems__(range(SAMPLES)))
+    with torch.no_grad():
+        one, other = work.loss(model, batch), work.loss(model, batch)
+    assert torch.isfinite(one) and one != other
+
+
+def test_the_harness_knows_every_work_and_its_batch(bench: SimpleNamespace) -> None:
+    assert list(bench.roster.ROSTER) == [*STEADY, *RANDOM, *DRY]
+    assert {name: bench.works[name].batch_size for name in bench.roster.ROSTER} == bench.roster.BATCH
+    assert bench.run.work_list("cnn:dry,steady,gpt") == ["cnn:dry", *STEADY]
+
+
+def test_what_is_too_slow_is_said(bench: SimpleNamespace) -> None:
+    def found(hand: float, plain: float) -> dict[str, Any]:
+        return bench.run.summary({"shoal": [1.0] * 6, "hand": [hand] * 6, "plain": [plain] * 6})
+
+    assert bench.run.missed({"cnn": found(1.03, 1.0), "vae": found(0.97, 1.0), "cnn:dry": found(0.5, 0.5)}) == []
+    hand, plain = bench.run.missed({"cnn": found(1.02, 1.0), "vae": found(1.0, 0.99)})
+    assert "cnn" in hand and "1.020" in hand and "vae" in plain and "0.990" in plain
+
+
+RANK = """
+import os, torch, turn
+
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+while True:
+    if (child := os.fork()) == 0:
+        turn.tick(5)
+        os._exit(0)
+    os.waitpid(child, 0)
+    turn.tick(3)
+    turn.tick(1)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_in_a_fork_takes_no_turn(bench: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    arms = [bench.turns.Arm("alone", (sys.executable, str(tmp_path / "rank.py")), per_rank=True, alone=True)]
+    with bench.turns.Table(arms, share=2, workers=2, folder=tmp_path, deadline=60) as table:
+        assert [table.turn("alone", lead=1, steps=2) > 0 for _ in range(3)] == [True] * 3
