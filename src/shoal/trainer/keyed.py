@@ -39,7 +39,10 @@ class Keyed:
         """Whether the first batch was examined."""
         self.finding: Finding | None = None
         self.unit = 1.0
-        """What a sample weighs, where targets are counted."""
+        """What a sample weighs, where targets are counted. Another one than 1 only once all workers have agreed on it:
+        their weights are added."""
+        self._unit = 1.0
+        """What it should be."""
         self.draws = False
         """Whether anything was drawn, as far as this worker knows."""
         self.pending = False
@@ -116,12 +119,14 @@ class Keyed:
         if finding.by_forward:
             self.by_forward(finding.by_forward)
         if counts:
-            self.proven, self.finding, self.unit = True, finding, finding.unit
+            self.proven, self.finding = True, finding
+            if finding.unit != 1.0 == self.unit:
+                self._unit, self.pending = finding.unit, True
 
     # -- among workers -------------------------------------------------------------------------------------------------
 
     def news(self) -> dict[str, Any]:
-        return {"rules": as_tree(self.keying.fresh), "by_forward": self.keying.by_forward, "unit": self.unit}
+        return {"rules": as_tree(self.keying.fresh), "by_forward": self.keying.by_forward, "unit": self._unit}
 
     def agree(self, told: Sequence[Mapping[str, Any]]) -> None:
         """Take in what all workers had to tell, in order of rank. The result is the same on all of them."""
@@ -129,7 +134,8 @@ class Keyed:
         self.keying.by_forward = next((each["by_forward"] for each in told if each["by_forward"]), "")
         if differ and not self.keying.by_forward:
             self.keying.by_forward = "workers do not agree on which dimension holds the samples"
-        self.unit = float(told[0]["unit"])
+        if self.unit == 1.0:
+            self.unit = next((float(each["unit"]) for each in told if each["unit"] != 1.0), 1.0)
         self.pending = False
 
     def tree(self) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class LeasedSession(Session):
         mine = {id(param) for _, param in self.params}
         self._others = [param for param in model.parameters() if id(param) not in mine]
         self.overlap_backward()
+        self.keyed.know([model])
         self._used = [False] * len(self.params)
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._marker(number))
@@ -100,6 +101,14 @@ class LeasedSession(Session):
     @property
     def number(self) -> int:
         return self.seat
+
+    @property
+    def looks_again(self) -> bool:
+        return self.seat == 0
+
+    @property
+    def alone(self) -> bool:
+        return False  # leases cut steps as they will
 
     def share_of(self, atoms: int) -> range:
         return range(atoms) if self.lease is None else range(self.lease.start, self.lease.stop)
@@ -309,6 +318,9 @@ class Leases:
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)
         self.loop.least = least_samples(model)
         self._step: LeaseStep | None = None
+        self._computed = False
+        if session.tables is not None:
+            session.proof.leave_out("rows of tables are fetched from servers in its forward")
 
     def load(self, lease: Lease) -> None:
         """Have the batches of a lease; of the one before, if it was not computed, they are forgotten."""
@@ -353,11 +365,15 @@ class Leases:
         assert step is not None
         session, sent = self._session, self._servers.sent
         session.read = read
+        if not self._computed:
+            session.proof.begin(lease.step, self.loop.course, older=False)
+            self._computed = True
         begun = time.perf_counter()
-        for batch in step:
-            if session.tables is not None:
-                session.tables.batch(batch)
-            step.compute(self._recipe.loss, self._model, batch)
+        with session.keyed.within():
+            for batch in step:
+                if session.tables is not None:
+                    session.tables.batch(batch)
+                step.compute(self._recipe.loss, self._model, batch)
         seconds = time.perf_counter() - begun
         changed = session.buffers.totals()
         session.buffers.rewind()

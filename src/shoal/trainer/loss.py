@@ -43,6 +43,12 @@ def read_loss(returned: Any, *, training: bool) -> Loss:
         if len(returned) != 2:
             raise ConfigError(f"the loss function returned {len(returned)} values; {_FORMS}")
         returned, given = returned
+        if training and isinstance(given, Tensor) and given.requires_grad:
+            raise ConfigError(
+                "the weight in (sum, weight) depends on the model, and its gradient would not be taken: if the loss is "
+                "a ratio of the model's outputs, as dice is, take the ratio per sample and return its mean; if the "
+                "weight is meant to be a constant, return weight.detach()"
+            )
         weight = _number("weight", given)
         if not weight >= 0.0:
             raise ConfigError(f"the loss function returned weight {weight}; it must not be negative")

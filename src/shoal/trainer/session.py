@@ -542,14 +542,19 @@ class Session:
         """Tensors are about to change in place: a checkpoint being copied must have them first."""
         self.times.checkpoint += self._saving.wait_copied()
 
-    def committed(self, step: int, update: Update | None) -> None:
+    def weigh_in(self, unit: float) -> None:
+        """From now on weights are in so many of what they were in."""
+        self._epoch = [figure / unit for figure in self._epoch]
+
+    def committed(self, step: int, update: Update | None, unit: float = 1.0) -> None:
+        """`unit`: that of the update's weight, see `weigh_in`."""
         assert self.course is not None
         if (step - 1) % self.course.steps_per_epoch == 0:
             self._epoch = [0.0, 0.0]
         self.step = step
         if update is not None:
-            self._epoch[0] += update.loss * update.weight
-            self._epoch[1] += update.weight
+            self._epoch[0] += update.loss * update.weight / unit
+            self._epoch[1] += update.weight / unit
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
@@ -558,6 +563,11 @@ class Session:
         modules, keying = self._replica.modules(), self.keyed.keying
         seed = self.seed, *at
         return Rehearsal(modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap)
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether it is this worker that examines the loss once more, later."""
+        return self.rank == 0
 
     @property
     def alone(self) -> bool:

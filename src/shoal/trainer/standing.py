@@ -44,6 +44,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     """What is settled about each exchange."""
     private: int
     """What it has of that which differs between members."""
+    unit: float
+    """In which targets are counted: 1 until that was agreed on."""
 
 
 class Standing:
@@ -204,7 +206,7 @@ class Standing:
 
     def _agree(self, group: Group, session: Session) -> list[_Told]:
         drawn, known = session.keyed.keying.by_forward, session.knowledge()
-        mine = _Told(session.position, session.stopping, drawn, known, session.private.holding)
+        mine = _Told(session.position, session.stopping, drawn, known, session.private.holding, session.keyed.unit)
         told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
         if any(other.position < told[0].position for other in told):
             self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)
@@ -212,6 +214,7 @@ class Standing:
         # Members that differ in these are all at the place where it was decided: see docs/design/membership.md.
         session.stopping = next((other.stopping for other in told if other.stopping is not None), None)
         session.keyed.keying.by_forward = next((other.by_forward for other in told if other.by_forward), "")
+        session.keyed.unit = max(other.unit for other in told)
         return told
 
     def _copy(self, group: Group, session: Session, step: int, *, behind: bool) -> None:

@@ -201,6 +201,8 @@ class Step:
         self._form: bool | None = None
         """Whether the loss is a mean."""
         self._applied: set[int] = set()
+        self._per = 1.0
+        """By which weights are divided from the next step on."""
 
     # -- a phase -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class Step:
             self._spans, batch = self._load()[place]
             self._count = sum(span.samples for span in self._spans)
             self._last = place + 1 == len(self._load())
-            if place == 0 and self._session.proof.due(self.number, first=self._session.rank == 0 and self._phases == 1):
+            if place == 0 and self._session.proof.due(self.number, again=self._may_look_again):
                 yield from self._rehearse(0, self._loop.rehearsed(self.span), counts=True)
             self._calls, self._judged = 0, Judgement.FINE
             self._session.asked_others = False
@@ -276,6 +278,10 @@ class Step:
             self._end_batch()
             place += 1
         self._complete = True
+
+    @property
+    def _may_look_again(self) -> bool:
+        return self._session.looks_again and self._phases == 1
 
     def _open_phase(self) -> None:
         self._refuse_unapplied()
@@ -335,8 +341,9 @@ class Step:
         at = self.number, self._phases - 1
         self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
-        finding, self._rehearsal = self._rehearsal.finding, None
+        finding, left, self._rehearsal = self._rehearsal.finding, self._rehearsal.left, None
         assert finding is not None
+        session.proof.say_what_is_left(left, self.number)
         session.proof.examined(finding, self.number, counts=counts, alone=session.alone)
 
     def compute(self, loss: Callable[[Any, Any], Any], model: Any, batch: Any) -> None:
@@ -367,7 +374,7 @@ class Step:
             )
         self._form = mean
         session = self._session
-        self._judged = session.keyed.judge(redo=self._calls == 0 and not session.asked_others)
+        self._judged = session.keyed.judge(redo=self._may_redo)
         if self._judged is not Judgement.FINE:
             return
         self._weighted = weight is not None
@@ -396,6 +403,12 @@ class Step:
         if self._calls == 1 or not mean:
             self._weight += weight
         self._add_logs(logs)
+
+    @property
+    def _may_redo(self) -> bool:
+        """Whether the forward under way may be computed again, and tried on parts of its batch."""
+        session = self._session
+        return self._calls == 0 and not session.asked_others and session.proof.possible
 
     def _weight_of(self, weight: float | None, mean: bool) -> float:
         """Of this forward: as the loss gives it, or in samples, or in targets where they were counted."""
@@ -566,7 +579,10 @@ class Step:
                 entry[1] += weight
             for number, _, total in told["buffers"]:
                 buffers[number] = buffers[number] + total if number in buffers else total
+        unit = session.keyed.unit
         session.proof.agree([told["draws"] for told in all_told], self.number)
+        self._per = session.keyed.unit / unit
+        session.weigh_in(self._per)
         session.log_names = [*session.log_names, *sorted(logs)]
         session.buffers.learn(buffers, self.samples)
         return {name: total / weight for name, (total, weight) in logs.items()}
@@ -637,7 +653,7 @@ class Step:
         if self._batches is None:
             self._loop.take(self.span)
         session.samples += self._loop.own_samples(self.samples)
-        session.committed(self.number + 1, update)
+        session.committed(self.number + 1, update, self._per)
         if update is not None:
             done = StepDone(
                 step=session.step,

@@ -59,6 +59,8 @@ class Taken:
     weight: float
     given: bool = False
     """Whether the loss came as (sum, weight), or its weight was counted."""
+    counted: bool = False
+    """Whether its weight was counted."""
     half: bool = False
     seen: tuple[Seen, ...] = ()
     past: str = ""
@@ -201,8 +203,8 @@ def _turned(
 
 
 def _unit(whole: Taken) -> float:
-    """So many targets has a sample, if they are all alike."""
-    each = whole.weight / whole.samples if whole.samples else 1.0
+    """So many targets has a sample, if they are counted and all samples are alike."""
+    each = whole.weight / whole.samples if whole.counted else 1.0
     return each if each >= 1.0 and each == int(each) else 1.0
 
 

@@ -10,7 +10,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.trainer.keyed import Keyed
 from shoal.trainer.proof.examine import Finding, Kind
-from shoal.trainer.proof.words import anew, by_forward, sentence
+from shoal.trainer.proof.words import anew, by_forward, left, sentence
 
 SECOND_LOOK = 50
 """Steps after which a loss is examined once more, or half of an epoch if that is less: at the start the losses of all
@@ -35,15 +35,18 @@ class Proof:
         self._again_at = start + min(SECOND_LOOK, max(1, course.steps_per_epoch // 2))
         self._older = older
 
-    def due(self, step: int, *, first: bool) -> bool:
-        """Whether the loss is to be examined in this step; `first`: this is where worker 0 may look once more."""
-        if not self.possible:
-            return False
-        if self.keyed.proven:
-            again = first and step == self._again_at
-            self._again_at = -1 if again else self._again_at
-            return again
-        return True
+    def leave_out(self, why: str) -> None:
+        """This loss cannot be tried on parts of a batch."""
+        self.possible = False
+        self._say(Finding(Kind.UNPROVEN, detail=why), 0, refuses=False, quiet=True)
+
+    def due(self, step: int, *, again: bool) -> bool:
+        """Whether the loss is to be examined in this step; `again`: this is who may look once more, and where."""
+        if not self.possible or not self.keyed.proven:
+            return self.possible
+        again = again and 0 <= self._again_at <= step
+        self._again_at = -1 if again else self._again_at
+        return again
 
     def examined(self, finding: Finding, step: int, *, counts: bool, alone: bool) -> None:
         """Take in what a rehearsal has found. `counts`: it was of the loss, not only of new draws. `alone`: one worker
@@ -68,6 +71,11 @@ class Proof:
             quiet, text = True, f"the loss was not proven on the first batch: {finding.detail}"
         if text:
             self._tell(Notice(step=step, text=text, quiet=quiet))
+
+    def say_what_is_left(self, name: str, step: int) -> None:
+        """`name` was changed by a rehearsal, for good; nothing if it is empty."""
+        if name:
+            self._tell(Notice(step=step, text=left(name)))
 
     def agree(self, told: Sequence[Mapping[str, Any]], step: int) -> None:
         """All workers have told what is new to them about draws."""

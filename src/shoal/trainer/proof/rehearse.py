@@ -2,8 +2,9 @@
 
 It is played where the first batch is yielded, so that the Trainer and own loops share it: in a fork of the worker,
 whose loop gets parts of the batch instead of it, and whose output is dropped. Every worker plays the same samples and
-comes to the same finding, so nobody waits for a verdict, and no death can lose it. Where there is no fork (CUDA), it is
-played in the worker itself, and what changed is put back.
+comes to the same finding, so nobody waits for a verdict, and no death can lose it. Where there is no fork (CUDA), the
+Trainer's loss is played in the worker itself, and what changed is put back (`inplace`). An own loop is not: an error
+in a part of the batch would end it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from shoal.draws.sites import as_tree, from_tree
 from shoal.engines.lifeline import die_with_parent
 from shoal.trainer import counted
 from shoal.trainer.proof.examine import Ask, Examination, Finding, Kind, Taken, examine
+from shoal.trainer.proof.inplace import Kept, let_go_of_gradient, state_of
 
 if TYPE_CHECKING:
     from shoal.trainer.loss import Loss
@@ -76,6 +78,8 @@ class Rehearsal:
     ) -> None:
         """`seed` is that of the run, the step and its phase. `catches`: errors of the loss are told of by `fell`."""
         self.finding: Finding | None = None
+        self.left = ""
+        """What has changed and could not be put back, if there was no fork."""
         self._modules = modules
         self._keying = keying
         self._fetch = fetch
@@ -114,22 +118,17 @@ class Rehearsal:
             os.close(read)
 
     def _in_place(self) -> Iterator[Any]:
-        kept = [(tensor, tensor.detach().clone()) for module in self._modules for tensor in _state(module)]
-        modes = [(part, part.training) for module in self._modules for part in module.modules()]
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        if not self._catches:
+            self.finding = Finding(Kind.UNPROVEN, detail="an own loop is tried in a fork only, and there is none here")
+            return
+        kept = Kept(self._modules)
+        entering = self._watch_autocast()
         try:
-            yield from self._batches()
+            with _eager():
+                yield from self._batches()
         finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
-            with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
-            for part, mode in modes:
-                part.training = mode
-        if self.finding is None:
-            self.finding = Finding(Kind.UNPROVEN, detail="the loop was left")
+            _set_autocast(entering)
+            self.left = kept.put_back()
 
     # -- in the fork ---------------------------------------------------------------------------------------------------
 
@@ -145,21 +144,21 @@ class Rehearsal:
         torch.set_num_threads(1)
         _playing = self
         self._watch_autocast()
-        if "torch._dynamo" in sys.modules:
-            set_stance: Any = torch.compiler.set_stance
-            set_stance("force_eager")
+        _eager().__enter__()
         for module in self._modules:
             for param in module.parameters():
-                param.grad = None
+                let_go_of_gradient(param)
 
-    def _watch_autocast(self) -> None:
+    def _watch_autocast(self) -> Any:
+        """From now on it is seen; returns what was there before."""
         enter: Any = torch.amp.autocast_mode.autocast.__enter__
 
         def entering(context: Any) -> Any:
             self._half = self._half or getattr(context, "fast_dtype", None) in _HALF
             return enter(context)
 
-        setattr(torch.amp.autocast_mode.autocast, "__enter__", entering)  # noqa: B010
+        _set_autocast(entering)
+        return enter
 
     def _batches(self) -> Iterator[Any]:
         for module in self._modules:
@@ -179,17 +178,24 @@ class Rehearsal:
             if ask.double and not self._catches:
                 answer = _NOT_COMPUTED
                 continue
-            doubled = _double(self._modules) if ask.double else []
             batch = self._fetch(ask.start, ask.stop)
-            self._open(ask)
-            yield _doubled(batch) if ask.double else batch
-            here.enter(None)
-            counted.end()
-            _undouble(doubled)
+            yield from self._part(ask, batch)
+            if self.finding is not None:
+                return
             if self._taken is None:
                 self.finding = Finding(Kind.UNPROVEN, detail="a batch was used without step.backward(loss)")
                 return
             answer = self._taken
+
+    def _part(self, ask: Ask, batch: Any) -> Iterator[Any]:
+        doubled = _double(self._modules) if ask.double else []
+        self._open(ask)
+        try:
+            yield _doubled(batch) if ask.double else batch
+        finally:
+            here.enter(None)
+            counted.end()
+            _undouble(doubled)
 
     def _open(self, ask: Ask) -> None:
         self._keying.fresh = dict(ask.rules)
@@ -218,6 +224,7 @@ class Rehearsal:
             total=total,
             weight=weight,
             given=loss.weight is not None,
+            counted=loss.weight is not None and loss.mean,
             half=self._half or self._halves(loss.value),
             seen=tuple(forward.seen),
             past=_past(forward),
@@ -234,10 +241,14 @@ class Rehearsal:
 
     def _halves(self, value: Tensor) -> bool:
         dtypes = {param.dtype for module in self._modules for param in module.parameters()}
-        return value.dtype in _HALF or not dtypes.isdisjoint(_HALF) or torch.get_float32_matmul_precision() != "highest"
+        if value.dtype in _HALF or not dtypes.isdisjoint(_HALF):
+            return True
+        # around all of it, so that it was entered before
+        casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        return casts or torch.get_float32_matmul_precision() != "highest"
 
     def fell(self, error: BaseException) -> None:
-        """The loss raised an error. In the fork this does not return, unless it was a trial in double precision."""
+        """The loss raised an error. This does not return in a fork, unless it was a trial in double precision."""
         if self._ask is not None and self._ask.double and self._catches:
             self._taken = _NOT_COMPUTED
             return
@@ -251,7 +262,10 @@ class Rehearsal:
         if self._pipe is not None:
             os.write(self._pipe, b".")
 
-    def _leave(self, finding: Finding) -> NoReturn:
+    def _leave(self, finding: Finding) -> None:
+        if self._pipe is None:  # there is no fork to be left
+            self.finding = finding
+            return
         told = _Told(
             str(finding.kind),
             finding.gap,
@@ -261,8 +275,7 @@ class Rehearsal:
             finding.draws,
             finding.unit,
         )
-        if self._pipe is not None:
-            os.write(self._pipe, b"!" + msgspec.msgpack.encode(told))
+        os.write(self._pipe, b"!" + msgspec.msgpack.encode(told))
         os._exit(0)
 
 
@@ -277,6 +290,16 @@ _playing: Rehearsal | None = None
 def playing() -> Rehearsal | None:
     """In the fork of a rehearsal: that one."""
     return _playing
+
+
+def _set_autocast(enter: Any) -> None:
+    setattr(torch.amp.autocast_mode.autocast, "__enter__", enter)  # noqa: B010
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Within, nothing is compiled."""
+    set_stance: Any = torch.compiler.set_stance
+    return set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _past(forward: Forward) -> str:
@@ -321,10 +344,6 @@ def _flush(stream: Any) -> None:
         stream.flush()
 
 
-def _state(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _numbers(modules: Sequence[nn.Module]) -> dict[str, float]:
     """Numbers among the modules' plain attributes, by name."""
     found: dict[str, float] = {}
@@ -340,7 +359,7 @@ def _double(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """Make parameters and buffers double; what they were."""
     kept = []
     for module in modules:
-        for tensor in _state(module):
+        for tensor in state_of(module):
             if tensor.dtype == torch.float32:
                 kept.append((tensor, tensor.data))
                 tensor.data = tensor.data.double()

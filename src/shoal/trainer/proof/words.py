@@ -56,3 +56,10 @@ def anew() -> str:
         "this checkpoint was written by an earlier version: random numbers follow another rule from here on, so "
         "dropout and noise are not those that it would have gone on with"
     )
+
+
+def left(name: str) -> str:
+    return (
+        f"the first batch was tried in this process, as there is no fork with CUDA, and the forward changed {name!r} "
+        f"of the model, which could not be put back {_SEE}"
+    )
