@@ -285,7 +285,7 @@ class Outcome(NamedTuple):
     """What a lease came to, besides its gradient."""
 
     seconds: float
-    """From the first forward to the last backward."""
+    """From the first forward to the last backward, without rehearsals."""
     loss: float
     """Sum over samples."""
     weight: float
@@ -374,7 +374,7 @@ class Leases:
                 if session.tables is not None:
                     session.tables.batch(batch)
                 step.compute(self._recipe.loss, self._model, batch)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun - step.rehearsed
         changed = session.buffers.totals()
         session.buffers.rewind()
         step.refuse_not_finite()

@@ -183,6 +183,8 @@ class Step:
         self._committed = False
         self._broken = False
         self._rehearsal: Rehearsal | None = None
+        self.rehearsed = 0.0
+        """Seconds in rehearsals."""
         self._told: list[float] | None = None
         """The summed flags, where the exchange is part of the iteration."""
         self.overtaken = False
@@ -338,9 +340,10 @@ class Step:
                 parts.append(self._loop.parts(self.span, first, samples))
             return moved(parts[0](start, stop), session.device)
 
-        at = self.number, self._phases - 1
+        at, begun = (self.number, self._phases - 1), time.perf_counter()
         self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
+        self.rehearsed += time.perf_counter() - begun
         finding, left, self._rehearsal = self._rehearsal.finding, self._rehearsal.left, None
         assert finding is not None
         session.proof.say_what_is_left(left, self.number)

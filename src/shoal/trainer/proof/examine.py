@@ -6,6 +6,7 @@ see each other, then the whole is what its parts add up to. If it is not, furthe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -35,6 +36,8 @@ class Kind(StrEnum):
     SUM = "sum"
     WEIGHTED = "weighted"
     COUPLED = "coupled"
+    EITHER = "either"
+    """One of the last two: there are too few samples to tell."""
     UNKEYED = "unkeyed"
     STATEFUL = "stateful"
 
@@ -124,6 +127,8 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
     taken = first if _as_used(first, rules, known) else (yield from _three(samples, {**known, **rules}))
     draws = any(each.seen or each.own for each in taken)
     found = Finding(Kind.PROVEN, rules=rules, draws=draws, unit=_unit(taken[0]))
+    if not all(math.isfinite(each.total) for each in taken):
+        return replace(found, kind=Kind.UNPROVEN, detail="the loss of a part of the batch is not finite")
     bound = HALF_BOUND if any(each.half for each in taken) else BOUND
     gap = gap_of(taken[0], taken[1:])
     if gap > bound and multiples:
@@ -143,7 +148,7 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
                 return replace(found, gap=gap)
             taken, gap, double = doubled, rest, True
     kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
-    if kind is Kind.COUPLED and doubtful:
+    if kind in (Kind.COUPLED, Kind.EITHER) and doubtful:
         shape = " × ".join(map(str, doubtful[0]))
         why = f"a draw of shape {shape} has no dimension that goes with the samples"
         return replace(found, kind=Kind.UNKEYED, gap=gap, detail=why, by_forward=why)
@@ -234,11 +239,11 @@ def _reason(
             return Kind.SUM, ""
     if whole.permuted:
         return Kind.COUPLED, "torch.randperm"
-    if samples >= 2 * PARTS and (yield from _is_weighted(samples, rules, double)):
+    if samples >= PARTS and (yield from _is_weighted(samples, rules, double)):
         return Kind.WEIGHTED, ""
     if whole.others:
         return Kind.UNKEYED, " and ".join(whole.others)
-    return Kind.COUPLED, ""
+    return (Kind.COUPLED if samples >= PARTS else Kind.EITHER), ""
 
 
 def _unsteady(taken: Taken) -> tuple[Kind, str]:

@@ -25,10 +25,16 @@ def sentence(finding: Finding) -> str:
         case Kind.COUPLED:
             why = f" by {finding.detail}" if finding.detail else ""
             return (
-                f"samples of a batch see each other{why}, as with in-batch negatives, mixup or a clamped divisor "
-                f"({off}), so that the result depends on how the batch is split: each sample sees what its worker "
+                f"samples of a batch see each other{why}, as with in-batch negatives, mixup, a root of the mean or a "
+                f"clamped divisor ({off}), so that the result depends on how the batch is split: each sample sees what its worker "
                 "computes in one forward. Use workers=1 without micro_batch, gather in an own loop, or write it per "
                 f"sample {_SEE}"
+            )
+        case Kind.EITHER:
+            return (
+                f"the loss of a batch is not made of those of its parts ({off}), and these are too few samples to tell "
+                "why: it is a weighted mean (return (sum, weight)), or samples see each other (write it per sample) "
+                f"{_SEE}"
             )
         case Kind.UNKEYED:
             return (
