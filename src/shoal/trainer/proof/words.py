@@ -26,9 +26,9 @@ def sentence(finding: Finding) -> str:
             why = f" by {finding.detail}" if finding.detail else ""
             return (
                 f"samples of a batch see each other{why}, as with in-batch negatives, mixup, a root of the mean or a "
-                f"clamped divisor ({off}), so that the result depends on how the batch is split: each sample sees what its worker "
-                "computes in one forward. Use workers=1 without micro_batch, gather in an own loop, or write it per "
-                f"sample {_SEE}"
+                f"clamped divisor ({off}), so that the result depends on how the batch is split: each sample sees what "
+                "its worker computes in one forward. Use workers=1 without micro_batch, gather in an own loop, or "
+                f"write it per sample {_SEE}"
             )
         case Kind.EITHER:
             return (
