@@ -17,11 +17,13 @@ from shoal.comm.group import Group
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
+from shoal.draws import here
+from shoal.draws.forward import Forward, Keying, seed_of
+from shoal.draws.stand import standing
 from shoal.testing.ranks import run_ranks
 from shoal.testing.reference import batches_of
 from shoal.trainer.session import Session
 from shoal.trainer.soundness import refuse_different
-from shoal.trainer.step import atom_key
 
 State = dict[str, Tensor]
 
@@ -200,9 +202,10 @@ def both(value: dict[str, State]) -> State:
 
 
 def test_two_phases_are_what_one_process_would_do() -> None:
-    """The plain loop runs the same atoms with the same keys, in both phases."""
+    """The plain loop runs whole batches with the same draws, in both phases."""
     course = Course(len(DATA), 20)
     nets: dict[str, nn.Module] = {}
+    keying = Keying()
 
     class Step:
         """Stands in for a step of a session, in one plain process."""
@@ -215,13 +218,15 @@ def test_two_phases_are_what_one_process_would_do() -> None:
             for net in nets.values():
                 net.zero_grad()
             self.phase += 1
-            for part, indices in batches_of(course, self.number, seed=0, by_atom=True):
-                torch.manual_seed(atom_key(0, self.number, part.atom, self.phase))
-                self.share = len(indices) / self.samples
+            for part, indices in batches_of(course, self.number, seed=0, by_atom=False):
+                forward = Forward(keying, range(part.samples), seed_of(0, self.number, self.phase))
+                forward.begin()
+                here.enter(forward)
                 yield DATA[indices]
+                here.enter(None)
 
         def backward(self, loss: Any) -> None:
-            ((loss["loss"] if isinstance(loss, dict) else loss) * self.share).backward()
+            (loss["loss"] if isinstance(loss, dict) else loss).backward()
 
         def apply(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
             if clip is not None:
@@ -236,7 +241,8 @@ def test_two_phases_are_what_one_process_would_do() -> None:
             return (Step(number) for number in range(steps))
 
     loop: Any = gan(nn.LayerNorm, 20)
-    expected = both(loop(Plain()))
+    with standing():
+        expected = both(loop(Plain()))
     for workers in (1, 2):
         assert_close(expected, both(shoal.launch(loop, workers)[-1]))
 

@@ -254,7 +254,7 @@ def test_leases_add_up_to_the_step(name: str) -> None:
             merged.learn(totals, step.samples)
             for got, wanted in zip(here.model.buffers(), model.buffers(), strict=True):
                 assert alike(got.float(), wanted.float())
-        assert here.session.draws == ("dropout" in name or name == "cut atoms")
+        assert here.session.keyed.draws == ("dropout" in name or name == "cut atoms")
         assert here.session.samples == 2 * SIZE
 
 

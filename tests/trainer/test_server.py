@@ -15,6 +15,7 @@ import shoal
 from shoal import ConfigError, StepDone, Trainer
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import relative_difference
+from shoal.trainer.proof.rehearse import playing
 from tests.trainer.test_parity import CASES, STEPS, TOLERANCE, build, classes, entropy, mlp, norm_net, reference, sgd
 
 OPTIMIZERS: dict[str, Any] = {
@@ -119,6 +120,8 @@ def test_no_gradient_is_staler_than_the_bound_though_a_worker_is_slow(bound: int
     who = tmp_path / "slow"
 
     def loss(model: nn.Module, batch: Any) -> Any:
+        if playing() is not None:
+            return entropy(model, batch)
         try:
             with open(who, "x") as file:
                 file.write(str(os.getpid()))

@@ -308,6 +308,12 @@ class Leases:
         limit = recipe.micro_batch or _limit(setup.course, workers)
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)
         self.loop.least = least_samples(model)
+        session.keyed.know([model])
+        # the forward of a model with tables asks servers, which cannot be done in a fork
+        session.proof.possible = session.tables is None
+        if session.seat == 0:
+            session.proof.begin(0, setup.course, older=False)
+        self._drawing = session.keyed.within()
         self._step: LeaseStep | None = None
 
     def load(self, lease: Lease) -> None:
@@ -358,7 +364,7 @@ class Leases:
             if session.tables is not None:
                 session.tables.batch(batch)
             step.compute(self._recipe.loss, self._model, batch)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun - step.rehearsed
         changed = session.buffers.totals()
         session.buffers.rewind()
         step.refuse_not_finite()
@@ -376,6 +382,7 @@ class Leases:
     def close(self) -> None:
         with suppress(Exception):
             self.loop.close()
+        self._drawing.__exit__(None, None, None)
         self._loader.close()
 
 

@@ -185,6 +185,8 @@ class Step:
         self._rehearsal: Rehearsal | None = None
         self._told: list[float] | None = None
         """The summed flags, where the exchange is part of the iteration."""
+        self.rehearsed = 0.0
+        """Seconds that examining the loss took."""
         self.overtaken = False
         """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
@@ -332,11 +334,13 @@ class Step:
                 parts.append(self._loop.parts(self.span, first, samples))
             return moved(parts[0](start, stop), session.device)
 
+        begun = time.perf_counter()
         at = self.number, self._phases - 1
         self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
         finding, self._rehearsal = self._rehearsal.finding, None
         assert finding is not None
+        self.rehearsed += time.perf_counter() - begun
         session.proof.examined(finding, self.number, counts=counts, alone=session.alone)
 
     def compute(self, loss: Callable[[Any, Any], Any], model: Any, batch: Any) -> None:
@@ -367,7 +371,8 @@ class Step:
             )
         self._form = mean
         session = self._session
-        self._judged = session.keyed.judge(redo=self._calls == 0 and not session.asked_others)
+        redo = self._calls == 0 and session.proof.possible and not session.asked_others
+        self._judged = session.keyed.judge(redo=redo)
         if self._judged is not Judgement.FINE:
             return
         self._weighted = weight is not None
