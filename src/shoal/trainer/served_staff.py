@@ -378,7 +378,7 @@ class Staff:
                     for event in message.events:
                         if isinstance(event, WorkerSeen):
                             self._seen[event.worker] = event
-                            self._tell(event)
+                        self._tell(event)
 
     def _figures(self) -> list[dict[str, Any]]:
         outcome = self._clerk.outcome()

@@ -255,6 +255,7 @@ class Step:
             self._last = place + 1 == len(self._load())
             self._calls, self._again = 0, False
             self._session.buffers.before_forward()
+            self._session.inspection.forward(self._count, self.samples)
             self._seed(self._spans[0])
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield batch
@@ -268,6 +269,7 @@ class Step:
                 raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
             self._end_batch()
             place += 1
+        self._session.inspection.close()
         self._complete = True
 
     def _open_phase(self) -> None:
@@ -278,6 +280,7 @@ class Step:
         self._session.buffers.open()
         self._sums_size = self._session.sums_size
         self._exposed = self._session.group.account.exposed
+        self._session.inspection.open(self.number)
         self._session.open_exchanges(len(self._atoms))
         self._session.enter(Phase.COMPUTE)
         if self._session.standing is not None:
@@ -347,6 +350,7 @@ class Step:
             )
         self._weighted = weight is not None
         session = self._session
+        session.inspection.loss_done()
         if session.watches and self._calls == 0 and self._drew():
             if len(self._spans) > 1:
                 self._again = True
@@ -365,6 +369,7 @@ class Step:
             value.backward(**options)
         else:
             value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
+        session.inspection.backward_done()
         self._calls += 1
         total = value.item() * factor
         self._loss += total
@@ -440,6 +445,7 @@ class Step:
         first = not self._applied
         self._applied.add(id(optimizer))
         told = self._told
+        session.inspection.apply(trained.params, partial=session.workers > 1 or bool(self._weighted))
         if told is None:
             # What belongs to the phase is told once, with the first optimizer.
             sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
@@ -615,7 +621,9 @@ class Step:
                 logs=update.logs,
                 traffic=session.step_traffic(),
             )
+            session.inspection.before_telling()
             session.channel.emit(done)
+            session.inspection.after_telling()
         if session.standing is not None:
             session.standing.committed(self.number, self._shares, session.digest)
             session.standing.fault("commit", self.number)
