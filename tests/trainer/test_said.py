@@ -138,6 +138,7 @@ def test_it_is_said_with_servers() -> None:
 
 def test_nothing_is_said_of_a_plain_loss() -> None:
     assert said(drop=0.1) == ""
+    assert said(drop=0.1, deterministic=True, after_step=lambda net: net.teacher.weight.mul_(0.9)) == ""
 
 
 def test_gradients_from_before() -> None:

@@ -25,6 +25,7 @@ from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.monitor.wording import counted
+from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -102,6 +103,8 @@ class Trainer(Configured):
         or "nccl"; "auto" chooses by where the workers are.
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
+    after_step: fn(model), called once per step on every worker, after the optimizer: the place for a mean teacher,
+        clamping, counters (docs/trainer.md).
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
     resume: "last", a run's id, or a path. checkpoint_every: steps; by default every five minutes. There is always a
@@ -138,6 +141,7 @@ class Trainer(Configured):
         clip: float | None = None,
         micro_batch: int | None = None,
         ema: float | None = None,
+        after_step: AfterStep | None = None,
         seed: int = 0,
         deterministic: bool = False,
         name: str | None = None,
@@ -165,12 +169,12 @@ class Trainer(Configured):
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
         self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine)
         if isinstance(self.sync, spec.Server):
-            _refuse_with_servers(deterministic=bool(deterministic), ema=ema, engine=self.engine)
+            _refuse_with_servers(deterministic=bool(deterministic), ema=ema, after_step=after_step, engine=self.engine)
         check_model(model)
         check_optimizer(optimizer)
         check_loss(loss)
         check_schedule(schedule)
-        check_functions(optional=True, collate=collate, predict=predict)
+        check_functions(optional=True, collate=collate, predict=predict, after_step=after_step)
         size = check_data(data, "data")
         if eval_data is not None:
             check_data(eval_data, "eval_data")
@@ -221,6 +225,7 @@ class Trainer(Configured):
             micro_batch=micro_batch,
             ema=ema,
             eval_every=eval_every,
+            after_step=after_step,
         )
 
     @staticmethod
@@ -634,7 +639,9 @@ def _elasticity(
     )
 
 
-def _refuse_with_servers(*, deterministic: bool, ema: float | None, engine: spec.Local) -> None:
+def _refuse_with_servers(
+    *, deterministic: bool, ema: float | None, after_step: AfterStep | None, engine: spec.Local
+) -> None:
     """Raises ConfigError for arguments that do not go with `sync="server"`."""
     if deterministic:
         raise ConfigError(
@@ -643,6 +650,11 @@ def _refuse_with_servers(*, deterministic: bool, ema: float | None, engine: spec
         )
     if ema is not None:
         raise ConfigError("sync='server': ema= is not available with it in this version; use sync='allreduce'")
+    if after_step is not None:
+        raise ConfigError(
+            "sync='server': after_step= changes the whole model after each step, and servers have shards of it; use "
+            "sync='allreduce', or leave after_step out"
+        )
     if is_spmd(engine):
         raise ConfigError(
             "sync='server' starts its own workers and servers, on the CPU; a launcher has started this one (or engine= "
