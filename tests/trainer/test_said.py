@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from shoal.comm.group import SoloGroup
 from shoal.core.events import AnyEvent, Notice
 from shoal.trainer.channel import DirectChannel
 from shoal.trainer.hooks import is_linear
+from shoal.trainer.reach import modules_of
 from shoal.trainer.session import Session
+from shoal.trainer.stale import stale_callbacks, stale_in_loop
 
 X = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
 
@@ -262,3 +265,98 @@ def test_a_callback_that_changes_the_model_of_worker_0() -> None:
         session.workers = 1
     session.close()
     assert len(texts) == 1 and "'teacher.weight' was changed by a callback" in texts[0]
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+NET = Net()
+
+
+def looks(event: AnyEvent) -> None:
+    print(NET.student.weight)
+
+
+def asks_another(event: AnyEvent) -> None:
+    looks(event)
+
+
+def names_it_only(event: Any) -> None:
+    print(event.NET)
+
+
+class Keeper:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.seen = 0
+
+    def __call__(self, event: AnyEvent) -> None:
+        self.see()
+
+    def see(self) -> None:
+        print(self.net)
+
+    def count(self, event: AnyEvent) -> None:
+        self.seen += 1
+
+
+def inner() -> Callable[[AnyEvent], None]:
+    part = NET.student
+    return lambda event: print(part.weight)
+
+
+class Experiment:
+    def __init__(self) -> None:
+        self.net, self.losses = NET, [1.0]
+
+    def callback(self) -> Callable[[AnyEvent], None]:
+        return lambda event: print(self.net)
+
+    def other(self) -> Callable[[AnyEvent], None]:
+        return lambda event: print(self.losses)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        looks,
+        asks_another,
+        Keeper(NET),
+        functools.partial(lambda net, event: None, NET),
+        inner(),
+        lambda event, nets=(NET,): None,
+        Experiment().callback(),
+    ],
+)
+def test_a_callback_that_refers_to_the_model(callback: Any) -> None:
+    (text,) = stale_callbacks([print, callback], NET)
+    assert text.startswith("callbacks[1], ") and "it stays the untrained one" in text
+
+
+@pytest.mark.parametrize(
+    "callback", [names_it_only, Keeper(NET).count, Experiment().other(), [].append, print, Keeper(Net())]
+)
+def test_a_callback_that_does_not(callback: Any) -> None:
+    assert stale_callbacks([callback], NET) == []
+
+
+def test_a_callback_that_refers_to_the_trainer() -> None:
+    trainer = shoal.Trainer(NET, plain, sgd, X)
+    assert stale_callbacks([lambda event: trainer.evaluate()], NET)
+    assert not stale_callbacks([lambda event: print(trainer.name)], NET)
+
+
+def test_a_callback_is_told_that_its_model_is_not_trained() -> None:
+    text = said(callbacks=[looks], net=NET)
+    assert text.count("callbacks[1], looks, refers to the model") == 1 and "after_step=fn(model)" in text
+
+
+def test_a_callback_of_an_own_loop() -> None:
+    def body(session: Session) -> None:
+        session.track(net=NET)
+
+    assert modules_of(body)
+    texts: list[str] = []
+    told = [looks, lambda event: texts.append(event.text) if isinstance(event, Notice) else None]
+    shoal.launch(body, workers=1, callbacks=told)
+    assert len(texts) == 1 and texts[0].startswith("callbacks[0], looks, refers to a module that the loop uses")
+    assert stale_in_loop([names_it_only], body) == []

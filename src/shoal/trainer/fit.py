@@ -18,6 +18,7 @@ from shoal.trainer.after_step import AfterStep, do_after_step
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
+from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 
 
@@ -44,6 +45,8 @@ class Recipe:
     ema: float | None
     eval_every: int | None
     after_step: AfterStep | None = None
+    doubts: tuple[str, ...] = ()
+    """What was seen before the start, and would not be as in one process."""
 
     def eval_batch(self, workers: int) -> int:
         return self.micro_batch or max(1, -(-self.batch_size // workers))
@@ -106,6 +109,8 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     model.to(session.device)
     for text in first_words(model, recipe, workers=session.workers, deterministic=session.deterministic):
         session.channel.emit(Notice(step=0, text=text))
+    for text in recipe.doubts:
+        say(session, text)
     # first: what is made from the weights, here and in an optimizer, must find those that all workers start from
     session.track(model=model)
     optimizer = make_optimizer(recipe, model)

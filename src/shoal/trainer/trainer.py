@@ -58,6 +58,7 @@ from shoal.trainer.rundir import (
     runs_root,
 )
 from shoal.trainer.session import Session
+from shoal.trainer.stale import stale_callbacks
 from shoal.trainer.start import (
     Start,
     check_workers,
@@ -323,11 +324,11 @@ class Trainer(Configured):
         return loaded, folder
 
     def _train(self, start: Start, watch: Watch, signals: StopSignals) -> list[dict[str, Any]]:
-        recipe, model = self.recipe, self.model
+        recipe, model = self._doubted(), self.model
         watch.prepare(f"starting {self.workers} workers" if self.workers > 1 else "starting 1 worker")
         import_for_training()
         if isinstance(self.sync, spec.Server):
-            return self._train_with_servers(self.sync, start, watch, signals)
+            return self._train_with_servers(self.sync, recipe, start, watch, signals)
         forked = not is_spmd(self.engine)
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         kept: dict[str, Tensor] = {}
@@ -374,8 +375,15 @@ class Trainer(Configured):
         self.average = kept or None
         return values
 
+    def _doubted(self) -> Recipe:
+        """With what is to be said of callbacks. Where the script runs once per worker, they see what is trained."""
+        if is_spmd(self.engine):
+            return self.recipe
+        doubts = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
+        return replace(self.recipe, doubts=tuple(doubts))
+
     def _train_with_servers(
-        self, sync: spec.Server, start: Start, watch: Watch, signals: StopSignals
+        self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
         from shoal.trainer.served import Served, run_served
@@ -383,7 +391,7 @@ class Trainer(Configured):
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
         def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
-            served = Served(self.model, self.recipe, sync, self.workers, elasticity)
+            served = Served(self.model, recipe, sync, self.workers, elasticity)
             return run_served(served, start, watch, signals, hosts)
 
         return self._until_complete(attempt, start, watch)
