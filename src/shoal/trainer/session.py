@@ -39,6 +39,7 @@ from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.inspection import Inspection
 from shoal.trainer.keyed import Keyed
 from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
 from shoal.trainer.proof.proof import Proof
@@ -133,6 +134,9 @@ class Session:
         self._trained: dict[int, Trained] = {}
         self._untrained: list[nn.Parameter] | None = None
         self._overlap = False
+        self.inspection = Inspection(self)
+        self.compares_untrained = False
+        """Whether parameters that no optimizer trains are compared between workers, too: something changes them."""
         self._loop = -1
         self._at: StepSpan | None = None
         self._best = False
@@ -218,7 +222,7 @@ class Session:
                 yield step
                 step.commit()
                 if number == self._origin and self.workers > 1 and self.standing is None:
-                    refuse_parted(self.all_params(), self._group)
+                    refuse_parted(self._compared(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
@@ -302,6 +306,11 @@ class Session:
     def overlap_backward(self) -> None:
         """Let gradients leave during backward: promises one optimizer, and one `Step.backward` per batch."""
         self._overlap = True
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether gradients may leave during backward."""
+        return self._overlap
 
     def checkpoint_best(self) -> None:
         """The state at this step is the best so far: checkpoint it, and keep that."""
@@ -393,7 +402,7 @@ class Session:
         Where members may change it is part of a step: who repeats the step repeats it, and who skips it skips it.
         """
         if number == self._origin + 1 and self.workers > 1:
-            refuse_parted(self.all_params(), self._group)
+            refuse_parted(self._compared(), self._group)
 
     def rewind(self) -> None:
         """Back to the beginning of the step in progress: the weights are there, buffers may not be."""
@@ -480,6 +489,7 @@ class Session:
                 f"min_workers, max_workers: {len(self._trained)} optimizers are tracked; members can change only "
                 "where there is one"
             )
+        self.inspection.begin()
         course = self.seed, self.deterministic, self.course, total
         standing.begin(self, repr((course, self._replica.signature())))
         return self.step
@@ -491,7 +501,7 @@ class Session:
 
     def digest(self) -> bytes:
         """Of all parameters: equal where they are bitwise equal."""
-        return digest_of(self.all_params())
+        return digest_of(self._compared())
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Trained | None:
         return self._trained.get(id(optimizer))
@@ -530,6 +540,22 @@ class Session:
 
     def all_params(self) -> list[tuple[str, nn.Parameter]]:
         return [pair for trained in self._trained.values() for pair in trained.params]
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """All that is tracked, and what it is made of."""
+        return [pair for prefix, thing in self._replica.named() for pair in thing.named_modules(prefix=prefix)]
+
+    def named_params(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of all tracked modules, trained or not."""
+        return [pair for prefix, thing in self._replica.named() for pair in thing.named_parameters(prefix=prefix)]
+
+    def _compared(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that must be equal on all workers."""
+        trained = self.all_params()
+        if not self.compares_untrained:
+            return trained
+        mine = {id(param) for _, param in trained}
+        return trained + [(name, param) for name, param in self.named_params() if id(param) not in mine]
 
     def rates(self) -> list[float]:
         return [

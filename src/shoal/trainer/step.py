@@ -263,6 +263,7 @@ class Step:
             self._calls, self._judged = 0, Judgement.FINE
             self._session.asked_others = False
             self._session.buffers.before_forward()
+            self._session.inspection.forward(self._count, self.samples)
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield from self._forward(batch)
             if self._broken:
@@ -277,6 +278,7 @@ class Step:
                 raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
             self._end_batch()
             place += 1
+        self._session.inspection.close()
         self._complete = True
 
     def _open_phase(self) -> None:
@@ -287,6 +289,7 @@ class Step:
         self._session.buffers.open()
         self._sums_size = self._session.sums_size
         self._exposed = self._session.group.account.exposed
+        self._session.inspection.open(self.number)
         self._session.open_exchanges(len(self._atoms))
         self._session.enter(Phase.COMPUTE)
         if self._session.standing is not None:
@@ -371,6 +374,7 @@ class Step:
             )
         self._form = mean
         session = self._session
+        session.inspection.loss_done()
         redo = self._calls == 0 and session.proof.possible and not session.asked_others
         self._judged = session.keyed.judge(redo=redo)
         if self._judged is not Judgement.FINE:
@@ -394,6 +398,7 @@ class Step:
             value.backward(**options)
         else:
             value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
+        session.inspection.backward_done()
         self._calls += 1
         total = value.item() * factor
         self._loss += total
@@ -473,6 +478,7 @@ class Step:
         first = not self._applied
         self._applied.add(id(optimizer))
         told = self._told
+        session.inspection.apply(trained.params, partial=session.workers > 1 or bool(self._weighted))
         if told is None:
             # What belongs to the phase is told once, with the first optimizer.
             sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
@@ -654,7 +660,9 @@ class Step:
                 logs=update.logs,
                 traffic=session.step_traffic(),
             )
+            session.inspection.before_telling()
             session.channel.emit(done)
+            session.inspection.after_telling()
         if session.standing is not None:
             session.standing.committed(self.number, self._shares, session.digest)
             session.standing.fault("commit", self.number)
