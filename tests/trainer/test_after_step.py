@@ -15,8 +15,7 @@ import shoal
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.testing import FaultPlan
-from shoal.testing.reference import batches_of, relative_difference
-from shoal.trainer.step import atom_key
+from shoal.testing.reference import batches_of, drawing, relative_difference
 
 BATCH, STEPS = 32, 12
 INPUTS = torch.randn(160, 6, generator=torch.Generator().manual_seed(2))
@@ -64,9 +63,9 @@ def in_one_process(drop: float, steps: int = STEPS) -> Taught:
     course = Course(len(DATA), BATCH)
     for step in range(steps):
         optimizer.zero_grad()
-        for part, indices in batches_of(course, step, seed=0, by_atom=drop > 0):
-            torch.manual_seed(atom_key(0, step, part.atom))
-            (loss(model, DATA[indices]) * len(indices) / BATCH).backward()
+        for part, indices in batches_of(course, step, seed=0, by_atom=False):
+            with drawing(range(part.samples), step=step):
+                loss(model, DATA[indices]).backward()
         optimizer.step()
         with torch.no_grad():
             follow(model)

@@ -17,11 +17,8 @@ from shoal.comm.group import Group
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
-from shoal.draws import here
-from shoal.draws.forward import Forward, Keying, seed_of
-from shoal.draws.stand import standing
 from shoal.testing.ranks import run_ranks
-from shoal.testing.reference import batches_of
+from shoal.testing.reference import batches_of, drawing
 from shoal.trainer.session import Session
 from shoal.trainer.soundness import refuse_different
 
@@ -205,7 +202,6 @@ def test_two_phases_are_what_one_process_would_do() -> None:
     """The plain loop runs whole batches with the same draws, in both phases."""
     course = Course(len(DATA), 20)
     nets: dict[str, nn.Module] = {}
-    keying = Keying()
 
     class Step:
         """Stands in for a step of a session, in one plain process."""
@@ -219,11 +215,8 @@ def test_two_phases_are_what_one_process_would_do() -> None:
                 net.zero_grad()
             self.phase += 1
             for part, indices in batches_of(course, self.number, seed=0, by_atom=False):
-                forward = Forward(keying, range(part.samples), seed_of(0, self.number, self.phase))
-                forward.begin()
-                here.enter(forward)
-                yield DATA[indices]
-                here.enter(None)
+                with drawing(range(part.samples), step=self.number, phase=self.phase):
+                    yield DATA[indices]
 
         def backward(self, loss: Any) -> None:
             (loss["loss"] if isinstance(loss, dict) else loss).backward()
@@ -241,8 +234,7 @@ def test_two_phases_are_what_one_process_would_do() -> None:
             return (Step(number) for number in range(steps))
 
     loop: Any = gan(nn.LayerNorm, 20)
-    with standing():
-        expected = both(loop(Plain()))
+    expected = both(loop(Plain()))
     for workers in (1, 2):
         assert_close(expected, both(shoal.launch(loop, workers)[-1]))
 
