@@ -11,8 +11,8 @@
 
     shoal.launch(train, workers=4)
 
-The body of a step may run again (after a failure, and once when the model turns out to draw random numbers): keep side
-effects out of it, or put them after `step.apply`.
+The body of a step may run again (after a failure, in a rehearsal of the first batch, and when something is drawn in a new
+place): keep side effects out of it, or put them after `step.apply`.
 """
 
 from __future__ import annotations
