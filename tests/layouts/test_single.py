@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.layouts.single import Buffers
+from shoal.layouts.single import Buffers, Totals
 
 Forward = Callable[[Any], None]
 Plan = Sequence[tuple[int, Forward]]
@@ -19,37 +19,47 @@ Plan = Sequence[tuple[int, Forward]]
 class Fleet:
     """Replicas of a model, and what a step's exchange does with their buffers."""
 
-    def __init__(self, make: Callable[[], nn.Module], workers: int) -> None:
+    def __init__(self, make: Callable[[], nn.Module], workers: int, words: dict[str, str] | None = None) -> None:
         self.models: list[Any] = [make() for _ in range(workers)]
         self.buffers = [Buffers([model]) for model in self.models]
+        for buffers in self.buffers:
+            buffers.use(words)
+        self.agreed = 0
+        """Steps in which the workers had to agree on something."""
 
     def step(self, plans: Sequence[Plan]) -> None:
         samples = sum(count for plan in plans for count, _ in plan)
         atom = 0
         for model, buffers, plan in zip(self.models, self.buffers, plans, strict=True):
-            buffers.open()
+            buffers.open(samples)
             for count, forward in plan:
                 buffers.before_forward()
                 forward(model)
                 buffers.after_forward(atom, count)
                 atom += 1
-        sums = [torch.cat([torch.zeros(0), *buffers.take_sums()]) for buffers in self.buffers]
+        totals = self._summed()
+        news = any([buffers.news for buffers in self.buffers])
+        self.agreed += news
         changes = [change for buffers in self.buffers for change in buffers.changes]
         for buffers in self.buffers:
-            total = torch.stack(sums).sum(0)
-            if total.numel():
-                buffers.set_known(total, samples)
-            self._agree(buffers, changes, samples)
+            buffers.set_known(totals)
+            if news:
+                buffers.learn(changes)
             buffers.settle()
         self.assert_equal()
 
-    @staticmethod
-    def _agree(buffers: Buffers, changes: Sequence[Any], samples: int) -> None:
-        totals: dict[int, Tensor] = {}
-        for change in changes:
-            totals[change.buffer] = totals[change.buffer] + change.total if change.buffer in totals else change.total
-        if totals:
-            buffers.learn(totals, samples)
+    def _summed(self) -> Totals:
+        taken = [buffers.take_sums() for buffers in self.buffers]
+        singles = [totals.single for totals in taken if totals.single is not None]
+        doubles = [totals.double for totals in taken if totals.double is not None]
+        assert all(total.dtype == torch.float32 for total in singles)
+        assert all(total.dtype == torch.float64 for total in doubles)
+        return Totals(
+            torch.stack(singles).sum(0) if singles else None, torch.stack(doubles).sum(0) if doubles else None
+        )
+
+    def notices(self) -> list[str]:
+        return self.buffers[0].notices()
 
     def assert_equal(self) -> None:
         first = dict(self.models[0].named_buffers())
@@ -127,7 +137,7 @@ def test_constants_are_not_touched() -> None:
         fleet.step([[(1, move(1.0)), (2, move(1.0))], [(3, move(1.0))]])
     assert [mask._version for mask in masks] == versions
     assert fleet.buffers[0].known == [0, 1]
-    assert fleet.buffers[0].size == 4
+    assert fleet.buffers[0].sizes == (3, 1)
     for model, mask in zip(fleet.models, masks, strict=True):
         assert model.inner.mask is mask
         assert model.inner.mask[0, 1] == float("-inf") and model.inner.flags.tolist() == [True, False]
@@ -137,7 +147,7 @@ def test_a_model_whose_forward_changes_nothing_sends_nothing() -> None:
     fleet = Fleet(Tally, 2)
     for _ in range(2):
         fleet.step([[(1, still)], [(3, still)]])
-    assert fleet.buffers[0].size == 0 and fleet.buffers[0].known == []
+    assert fleet.buffers[0].sizes == (0, 0) and fleet.buffers[0].known == []
 
 
 def test_a_mask_beside_a_counter_survives_the_merge() -> None:
@@ -254,9 +264,10 @@ def test_a_buffer_in_double_precision_keeps_it() -> None:
         model.mean += 1 / 3
 
     fleet = Fleet(Precise, 2)
-    fleet.step([[(1, forward)], [(2, forward)]])
-    assert fleet.models[0].mean.dtype == torch.float64
-    torch.testing.assert_close(fleet.models[0].mean, torch.full((1,), 1 / 3, dtype=torch.float64), rtol=1e-6, atol=0)
+    for step in range(1, 4):
+        fleet.step([[(1, forward)], [(2, forward)]])
+        assert fleet.models[0].mean.dtype == torch.float64
+        assert fleet.models[0].mean.item() == pytest.approx(step / 3, rel=1e-15)
 
 
 def test_a_buffer_shared_by_two_modules_is_one() -> None:
@@ -281,7 +292,7 @@ def test_buffers_that_another_worker_tells_of_are_merged_from_the_next_step_on()
     buffers = Buffers([net])
     buffers.settle()  # none of them was known to change
     buffers.know([0, 1, 2])
-    buffers.open()
+    buffers.open(8)
     buffers.before_forward()
     before = net.running_mean.clone()
     net(torch.randn(8, 2))
@@ -293,7 +304,7 @@ def test_rewinding_undoes_a_step_that_is_not_settled_and_no_other() -> None:
     net = nn.BatchNorm1d(2)
     buffers = Buffers([net])
     buffers.know([0, 1, 2])
-    buffers.open()
+    buffers.open(8)
     buffers.before_forward()
     net(torch.randn(8, 2))
     buffers.settle()

@@ -20,6 +20,9 @@ class Replica:
     def modules(self) -> list[nn.Module]:
         return [thing for thing in self.tracked.values() if isinstance(thing, nn.Module)]
 
+    def named_modules(self) -> dict[str, nn.Module]:
+        return {name: thing for name, thing in self.tracked.items() if isinstance(thing, nn.Module)}
+
     def trees(self) -> dict[str, Any]:
         """The state of each, as a checkpoint holds it. The tensors are the live ones."""
         return {name: thing.state_dict() for name, thing in self.tracked.items()}

@@ -248,7 +248,7 @@ class _Worker:
                 draws=outcome.draws,
                 sent=outcome.sent,
             ),
-            outcome.buffers or None,
+            [outcome.buffers, outcome.notices] if outcome.buffers or outcome.notices else None,
         )
         self._fault("commit", lease.step)
 

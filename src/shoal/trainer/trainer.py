@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from shoal.trainer.arguments import (
     check_schedule,
     check_whole,
 )
+from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
@@ -102,6 +103,8 @@ class Trainer(Configured):
         or "nccl"; "auto" chooses by where the workers are.
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
+    buffers: how buffers that a forward changes are merged, by name, where not as a mean: {"queue": "concat"}, "sum",
+        "sum:modulo=64", "sum:decay=0.99", "first" or "mean" (docs/buffers.md).
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
     resume: "last", a run's id, or a path. checkpoint_every: steps; by default every five minutes. There is always a
@@ -138,6 +141,7 @@ class Trainer(Configured):
         clip: float | None = None,
         micro_batch: int | None = None,
         ema: float | None = None,
+        buffers: Mapping[str, str] | None = None,
         seed: int = 0,
         deterministic: bool = False,
         name: str | None = None,
@@ -189,6 +193,7 @@ class Trainer(Configured):
 
         course = Course(size, batch_size)
         self.model = self._build(model, seed)
+        check_buffers(self.model, buffers, self.sync)
         self.seed = seed
         self.deterministic = bool(deterministic)
         self.name = check_name(default_name() if name is None else str(name))
@@ -221,6 +226,7 @@ class Trainer(Configured):
             micro_batch=micro_batch,
             ema=ema,
             eval_every=eval_every,
+            buffers=None if buffers is None else dict(buffers),
         )
 
     @staticmethod
