@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.layouts.single import Buffers, Totals
+from shoal.layouts.single import Buffers
+from shoal.layouts.totals import Totals
 
 Forward = Callable[[Any], None]
 Plan = Sequence[tuple[int, Forward]]

@@ -54,8 +54,10 @@ class Merge:
 
     def merged(self, total: Tensor, start: Tensor | None, samples: float) -> Tensor:
         """The value, flat, from the sum over all forwards of a step of so many samples."""
-        if self.word.kind == MEAN:
-            total = total / samples
+        return self.valued(total / samples if self.word.kind == MEAN else total, start)
+
+    def valued(self, total: Tensor, start: Tensor | None) -> Tensor:
+        """The same, where the sum has been made a mean already, if it is to be one."""
         if self.whole:
             steps = total.round().to(torch.int64)
             value = steps if start is None else start.flatten().to(torch.int64) + steps

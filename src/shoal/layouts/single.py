@@ -22,6 +22,7 @@ from shoal.layouts.looking import STEPS, Look
 from shoal.layouts.merging import Merge, moved
 from shoal.layouts.naming import name_counted, name_looked
 from shoal.layouts.rows import Queue, Written, laid, rows_of_pointer, written
+from shoal.layouts.totals import Sums, Totals
 from shoal.layouts.words import CONCAT, FIRST, MEAN, SUM, Word, read_words
 
 _MOST_STRAYS = 3
@@ -49,13 +50,6 @@ class Change(NamedTuple):
     place: tuple[int, ...] = ()
 
 
-class Totals(NamedTuple):
-    """Sums of the known buffers: in single precision, and in double precision on the CPU. None where there are none."""
-
-    single: Tensor | None
-    double: Tensor | None
-
-
 class Slot(NamedTuple):
     module: nn.Module
     key: str
@@ -75,10 +69,9 @@ class Buffers:
         self._watched = list(range(len(self._slots)))
         self._start: dict[int, Tensor] = {}
         self._marks: list[tuple[int, int]] = []
-        self._sums: dict[int, Tensor] = {}
+        self._sums = Sums({}, {})
         self._means: list[int] = []
         self._others: list[int] = []
-        self._flat = Totals(None, None)
         self._changes: list[Change] = []
         self._moves: list[Change] = []
         self._last: dict[int, Tensor] = {}
@@ -101,6 +94,7 @@ class Buffers:
         }
         self._merges = [self._merge(number) for number in range(len(self._slots))]
         self._watched = sorted({*self._watched, *self._words})
+        self._start = {}  # lays everything anew
 
     @property
     def queues(self) -> list[str]:
@@ -143,12 +137,8 @@ class Buffers:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements that `known` buffers take in the step's sums, in single and in double precision."""
-        sizes = [0, 0]
-        for number in self.known:
-            merge = self._merges[number]
-            sizes[merge.double] += merge.size(self._value(number).numel())
-        return sizes[0], sizes[1]
+        """Elements that `known` buffers take in the sums of the step that is open, in single and double precision."""
+        return self._sums.sizes
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -166,33 +156,15 @@ class Buffers:
             start.shape != self._value(number).shape for number, start in self._start.items()
         ):
             self._start = {number: torch.empty_like(self._value(number)) for number in self._watched}
+            self._sums = Sums({}, {})
         if self._watched:
             torch._foreach_copy_(list(self._start.values()), [self._value(number) for number in self._watched])
-        self._lay_sums()
-
-    def _lay_sums(self) -> None:
-        """One vector for each precision, and a stretch of it for each known buffer."""
-        summed = [number for number in self.known if self._kind(number) != CONCAT]
-        flats = [self._flat.single, self._flat.double]
-        if list(self._sums) != summed or [0 if flat is None else flat.numel() for flat in flats] != list(self.sizes):
-            self._sums = {}
-            for double, size in enumerate(self.sizes):
-                mine = [number for number in summed if self._merges[number].double == bool(double)]
-                device = self._value(mine[0]).device if mine else None
-                dtype = torch.float64 if double else torch.float32
-                flats[double] = flat = torch.zeros(size, dtype=dtype, device=device)
-                counts = [self._merges[number].size(self._value(number).numel()) for number in mine]
-                self._sums.update(zip(mine, flat.split(counts), strict=True))
-            self._sums = {number: self._sums[number] for number in summed}
-            self._flat = Totals(*(flat if flat is not None and flat.numel() else None for flat in flats))
-        self._means = [number for number in summed if self._kind(number) == MEAN]
-        self._others = [number for number in summed if self._kind(number) != MEAN]
-        self._clear()
-
-    def _clear(self) -> None:
-        for flat in self._flat:
-            if flat is not None:
-                flat.zero_()
+        if self._sums.of != self.known:
+            merges = {number: self._merges[number] for number in self.known}
+            self._sums = Sums(merges, {number: self._value(number) for number in self.known})
+        self._sums.clear()
+        self._means = [number for number in self._sums.parts if self._kind(number) == MEAN]
+        self._others = [number for number in self._sums.parts if self._kind(number) != MEAN]
 
     @torch.no_grad()
     def before_forward(self) -> None:
@@ -227,7 +199,7 @@ class Buffers:
             self._changes.append(self._change(number, atom, samples, first=first))
         if first:
             # it counts also where it changes nothing
-            told = {*self._sums, *changed}
+            told = {*self._sums.parts, *changed}
             unknown = [number for number in self._worded(FIRST) if number not in told]
             self._changes += [self._change(number, atom, samples, first=True) for number in unknown]
         self._note_rows(atom, samples)
@@ -235,13 +207,10 @@ class Buffers:
             self._look(samples, [*self._means, *changed])
 
     def _add_known(self, samples: int, *, first: bool) -> None:
-        if self._means:
-            sums = [self._sums[number] for number in self._means]
-            amounts = [self._amount(number).to(total.dtype) for number, total in zip(self._means, sums, strict=True)]
-            torch._foreach_add_(sums, amounts, alpha=samples)
+        self._sums.add(self._means, [self._amount(number) for number in self._means], samples)
         for number in self._others:
-            start = self._start.get(number)
-            self._sums[number] += self._merges[number].amount(self._value(number).detach(), start, samples, first=first)
+            value, start = self._value(number).detach(), self._start.get(number)
+            self._sums.add([number], [self._merges[number].amount(value, start, samples, first=first)], 1)
 
     def _amount(self, number: int) -> Tensor:
         """What is merged of it, for a mean: its value, or how far it moved."""
@@ -250,7 +219,7 @@ class Buffers:
 
     def _watch_moves(self, atom: int, samples: int) -> None:
         """Whether known whole numbers move as they were judged to."""
-        for number in filter(self._counted, self._sums):
+        for number in filter(self._counted, self._sums.parts):
             change = self._change(number, atom, samples, first=False)
             self._moves.append(change)
             way, move = self._ways.get(number, Way()), _move(change)
@@ -336,7 +305,7 @@ class Buffers:
         """
         touched = set()
         for number, mark in enumerate(self._marks):
-            if number not in self._sums and not (number in self.known and self._kind(number) == CONCAT):
+            if number not in self._sums.parts and not (number in self.known and self._kind(number) == CONCAT):
                 start = self._start.get(number)
                 if self._mark(number) != mark or (start is not None and not torch.equal(self._value(number), start)):
                     touched.add(id(self._slots[number].module))
@@ -345,17 +314,14 @@ class Buffers:
         return [
             at
             for at, slot in enumerate(self._slots)
-            if id(slot.module) in touched and at not in self._sums and self._kind(at) != CONCAT
+            if id(slot.module) in touched and at not in self._sums.parts and self._kind(at) != CONCAT
         ]
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
     def take_sums(self) -> Totals:
         """The totals of the known buffers so far, flat, in order; counting starts anew."""
-        single, double = self._flat
-        taken = Totals(None if single is None else single.clone(), None if double is None else double.cpu().clone())
-        self._clear()
-        return taken
+        return self._sums.take()
 
     @property
     def news(self) -> bool:
@@ -394,14 +360,9 @@ class Buffers:
         """Give the known buffers their merged values, from their totals over all workers."""
         if self._alone():
             return
-        for double, total in enumerate(totals):
-            numbers = [number for number in self._sums if self._merges[number].double == bool(double)]
-            if total is None or not numbers:
-                continue
-            total = total.to(self._value(numbers[0]).device)
-            parts = total.split([self._sums[number].numel() for number in numbers])
-            for number, part in zip(numbers, parts, strict=True):
-                self._set(number, self._merges[number].merged(part, self._start.get(number), self._samples))
+        for number, total, mean in self._sums.split(totals, self._samples):
+            merge = self._merges[number]
+            self._set(number, merge.valued(mean if merge.word.kind == MEAN else total, self._start.get(number)))
 
     @torch.no_grad()
     def learn(self, changes: Iterable[Change]) -> None:

@@ -20,5 +20,6 @@ def check_buffers(model: nn.Module, words: Any, sync: AllReduce | Server) -> Non
     if isinstance(sync, Server) and sync.mode != "bsp" and buffers.queues:
         raise ConfigError(
             f"buffers: {buffers.queues[0]!r} is to be 'concat'; with sync='server:mode={sync.mode}' a forward may "
-            "begin with a queue of some steps ago, and it is not known where its rows belong: use mode=bsp, or 'allreduce'"
+            "begin with a queue of some steps ago, and it is not known where its rows belong; use mode=bsp, or "
+            "sync='allreduce'"
         )

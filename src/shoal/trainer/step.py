@@ -22,7 +22,8 @@ from shoal.core.permutation import Permutation
 from shoal.data.fetch import Fetcher, Piece, Request
 from shoal.data.loader import Loader, Stream
 from shoal.elastic.board import Phase
-from shoal.layouts.single import Change, Totals
+from shoal.layouts.single import Change
+from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
