@@ -4,8 +4,8 @@ Statistics can: a running mean over parts of a batch is that over the batch. Two
 
 - *Written in places.* A forward changes some elements and leaves others alone, and another forward others: a queue, a
   memory, an average by class. (An element that is 0 may have been decayed: it counts as left alone only if it is not.)
-- *Sums over the batch.* The sum of all elements goes from s to d·s + a, with d and a the same from step to step, and
-  tends to a whole multiple of the samples of a forward: counts, also decayed ones.
+- *Sums over the batch.* With n samples the sum of all elements goes from s to d·s + a·n, with d and a the same from
+  step to step, and tends to a whole multiple of n: counts, also decayed ones.
 
 What each sees is enough to say it; no exchange is needed for that.
 """
@@ -60,7 +60,7 @@ class Look:
         return "concat" if differ >= max(_LEAST, either / _PART) else None
 
     def _sums(self, point: _Point) -> str | None:
-        if point.samples < 2 or (self._points and point.samples != self._points[0].samples):
+        if point.samples < 2:
             return None
         if any(abs(point.before - other.before) <= _SAME * abs(point.before) for other in self._points):
             return None  # of the same step, or it stands still: there is nothing to be learned from it
@@ -73,13 +73,17 @@ def _total(value: Tensor) -> float:
 
 
 def _word(one: _Point, two: _Point, three: _Point) -> str | None:
-    decay = (two.after - one.after) / (two.before - one.before)
-    added = one.after - decay * one.before
-    expected = decay * three.before + added
+    """What fits, if after = decay · before + rate · samples for all of them, and the rate is one of sums."""
+    scale = one.before * two.samples - two.before * one.samples
+    if not scale:
+        return None
+    decay = (one.after * two.samples - two.after * one.samples) / scale
+    rate = (one.before * two.after - two.before * one.after) / scale
+    expected = decay * three.before + rate * three.samples
     if not abs(three.after - expected) <= _SAME * abs(three.after) or not 0.0 < decay < 1.0 + _CLOSE:
         return None
     endless = abs(decay - 1.0) < 1e-6
-    by_sample = added / one.samples / (1.0 if endless else 1.0 - decay)
+    by_sample = rate if endless else rate / (1.0 - decay)
     if by_sample < 1.0 - _CLOSE or abs(by_sample - round(by_sample)) > _CLOSE * by_sample:
         return None
     return "sum" if endless else f"sum:decay={decay:.4g}"

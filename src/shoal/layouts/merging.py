@@ -40,12 +40,15 @@ class Merge:
         return self.word.kind == MEAN and not self.whole
 
     def amount(self, value: Tensor, start: Tensor | None, samples: int, *, first: bool) -> Tensor:
-        """What a forward of so many samples adds to the sum, flat. `first`: it is the first one of the step."""
+        """What a forward of so many samples adds to the sum, flat; it shares no memory with the buffer.
+
+        `first`: it is the first forward of the step.
+        """
         found = moved(value, start) if self.whole else value.to(self.dtype)
         if self.word.kind == MEAN:
             return found.to(self.dtype).flatten() * samples
         if self.word.kind == FIRST:
-            return (found if first else torch.zeros_like(found)).to(self.dtype).flatten()
+            return (found.clone() if first else torch.zeros_like(found)).to(self.dtype).flatten()
         if not self.whole and start is not None:
             found = found - start.to(self.dtype)
         found = found.to(self.dtype).flatten()
@@ -75,4 +78,4 @@ class Merge:
 def moved(value: Tensor, start: Tensor | None) -> Tensor:
     """How far whole numbers moved; where the start is gone, what they are."""
     now = value.to(torch.int64)
-    return now if start is None else now - start.to(torch.int64)
+    return now.clone() if start is None else now - start.to(torch.int64)
