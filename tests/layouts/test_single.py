@@ -545,6 +545,23 @@ def test_queues_pointers_and_decayed_sums_are_those_of_one_process(cuts: list[li
     assert fleet.notices() == [] and one.notices() == []
 
 
+def test_a_count_beside_a_pointer_is_a_count_once_the_pointer_is_said() -> None:
+    """At first both move from 0 by the rows that are written."""
+
+    class Both(Queued):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> None:
+            super().forward(x)
+            self.seen += len(x)
+
+    fleet = Fleet(Both, 2, QUEUED)
+    queued_steps(fleet, [[4], [4]])
+    assert fleet.models[0].seen.item() == 7 * 8 and fleet.notices() == []
+
+
 def test_queues_pointers_and_decayed_sums_are_named() -> None:
     fleet = Fleet(Queued, 2)
     queued_steps(fleet, [[4], [4]])

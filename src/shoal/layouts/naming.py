@@ -11,7 +11,7 @@ def name_counted(name: str, way: Way) -> str:
         return (
             f"the buffer {name!r} says where rows of another one are written: each forward of a step moves it from the "
             f"same place, and it moves by the mean of that. {_say(name, f'sum:modulo={way.rate}')} if it is to be "
-            "where one process would have it"
+            "where one process would have it, 'sum' if it is a count of samples that is as large by chance"
         )
     if way.kind == NEITHER:
         return (

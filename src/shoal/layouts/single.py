@@ -248,6 +248,8 @@ class Buffers:
             return 0
         module = self._slots[number].module
         others = [other for other, slot in enumerate(self._slots) if slot.module is module and other != number]
+        if any(self._merges[other].word.modulo for other in others):
+            return 0  # that one is the pointer
         pairs = [(self._value(other), self._start[other]) for other in others if other in self._start]
         return rows_of_pointer(int(start), int(by), pairs)
 
