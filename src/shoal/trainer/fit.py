@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Recipe:
     after_step: AfterStep | None = None
     doubts: tuple[str, ...] = ()
     """What was seen before the start, and would not be as in one process."""
+    buffers: Mapping[str, str] | None = None
+    """How buffers are merged, by name."""
 
     def eval_batch(self, workers: int) -> int:
         return self.micro_batch or max(1, -(-self.batch_size // workers))
@@ -139,6 +141,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             collate=recipe.collate,
             data_workers=recipe.data_workers,
             micro_batch=recipe.micro_batch,
+            buffers=recipe.buffers,
         ):
             if evaluation.missed():
                 evaluation.run()

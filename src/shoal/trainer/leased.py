@@ -20,7 +20,7 @@ from shoal.core.atoms import Course, Span, StepSpan, cut
 from shoal.core.errors import ConfigError
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
-from shoal.layouts.single import uses_batch_statistics
+from shoal.layouts.single import Change, uses_batch_statistics
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
@@ -283,8 +283,10 @@ class Outcome(NamedTuple):
     logs: dict[str, tuple[float, float]]
     """Sums and weights."""
     sent: int
-    buffers: dict[int, Tensor]
-    """For each of the model's buffers that forwards changed, by number, what `Buffers.learn` wants."""
+    buffers: list[Change]
+    """What forwards made of the model's buffers, as `Buffers.learn` wants it."""
+    notices: list[str]
+    """What a person should know."""
 
 
 class Leases:
@@ -294,6 +296,7 @@ class Leases:
         self, session: LeasedSession, servers: Servers, model: nn.Module, recipe: Recipe, setup: Setup, workers: int
     ) -> None:
         self._session = session
+        session.buffers.use(recipe.buffers)
         session.servers = servers
         self._servers = servers
         self._model = model
@@ -365,7 +368,7 @@ class Leases:
                 session.tables.batch(batch)
             step.compute(self._recipe.loss, self._model, batch)
         seconds = time.perf_counter() - begun - step.rehearsed
-        changed = session.buffers.totals()
+        changed = session.buffers.summed_changes()
         session.buffers.rewind()
         step.refuse_not_finite()
         if self._spec.apply == "arrival":
@@ -377,7 +380,9 @@ class Leases:
         self._servers.push(scale=scale, used=session.used())
         session.times.exchange += time.perf_counter() - begun
         session.samples += sum(span.samples for span in step.own)
-        return Outcome(seconds, step.loss, step.weight, step.logs(), self._servers.sent - sent, changed)
+        sent = self._servers.sent - sent
+        notices = session.buffers.notices()
+        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices)
 
     def close(self) -> None:
         with suppress(Exception):

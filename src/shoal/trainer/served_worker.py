@@ -250,7 +250,7 @@ class _Worker:
                 logs=outcome.logs,
                 sent=outcome.sent,
             ),
-            outcome.buffers or None,
+            [outcome.buffers, outcome.notices] if outcome.buffers or outcome.notices else None,
         )
         self._fault("commit", lease.step)
 

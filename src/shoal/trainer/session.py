@@ -11,8 +11,8 @@
 
     shoal.launch(train, workers=4)
 
-The body of a step may run again (after a failure, in a rehearsal of the first batch, and when something is drawn in a new
-place): keep side effects out of it, or put them after `step.apply`.
+The body of a step may run again (after a failure, in a rehearsal of the first batch, and when something is drawn in a
+new place): keep side effects out of it, or put them after `step.apply`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Session:
                 self._share(name, thing)
             if isinstance(thing, torch.optim.Optimizer):
                 self._read_encoding(self._train(thing))
-        self.buffers = Buffers(self._replica.modules())
+        self.buffers = Buffers(self._replica.named_modules())
         self._untrained = None
 
     def steps(
@@ -182,15 +182,18 @@ class Session:
         collate: Callable[[list[Any]], Any] | None = None,
         data_workers: int | None = None,
         micro_batch: int | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> Iterator[Step]:
         """Go through `data` in steps of `batch_size` samples over all workers, `steps` of them or `epochs` times over.
 
         Each step is committed when the loop asks for the next one. A resumed run begins where its checkpoint is.
+        `buffers` says of buffers of tracked modules, by name, how they are merged (docs/buffers.md).
         """
         check_whole(1, batch_size=batch_size)
         check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
         check_whole(0, optional=True, data_workers=data_workers)
         check_functions(optional=True, collate=collate)
+        self.buffers.use(buffers)
         course = self.course = Course(check_data(data, "data"), batch_size)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
@@ -465,7 +468,7 @@ class Session:
         self.step = told["step"]
         self.evaluated = told["evaluated"]
         self.log_names = list(told["logs"])
-        self.buffers.know(told["buffers"])
+        self.buffers.know(told["buffers"], told.get("counts"))
         self.keyed.load(told["draws"], proven=told["proven"])
         self._epoch = list(told["epoch"])
         self._best = False
@@ -510,7 +513,7 @@ class Session:
         """An optimizer at its first `Step.apply`: its gradients are there already and must not be cleared."""
         trained = self._train(optimizer)
         grads = [param.grad for _, param in trained.params]
-        trained.exchange.open(atoms, self._vectors(trained))
+        trained.exchange.open(atoms, *self._vectors(trained))
         for (_, param), grad in zip(trained.params, grads, strict=True):
             param.grad = grad
         return trained
@@ -520,7 +523,7 @@ class Session:
         for trained in list(self._trained.values()):
             if trained.outdated():
                 trained = self._train(trained.optimizer)
-            trained.exchange.open(atoms, self._vectors(trained))
+            trained.exchange.open(atoms, *self._vectors(trained))
         if self._untrained is None:
             mine = {id(param) for trained in self._trained.values() for _, param in trained.params}
             params = [param for module in self._replica.modules() for param in module.parameters()]
@@ -534,9 +537,9 @@ class Session:
             for trained in self._trained.values():
                 trained.exchange.arm(weighted=weighted)
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor) -> None:
         for trained in self._trained.values():
-            trained.exchange.atom_done(atom, sums)
+            trained.exchange.atom_done(atom, sums, doubles)
 
     def all_params(self) -> list[tuple[str, nn.Parameter]]:
         return [pair for trained in self._trained.values() for pair in trained.params]
@@ -622,13 +625,15 @@ class Session:
         self._untrained = None
         return trained
 
-    def _vectors(self, trained: Trained) -> int:
-        return self.sums_size + FLAGS + len(trained.params)
+    def _vectors(self, trained: Trained) -> tuple[int, int]:
+        sums, doubles = self.sums_size
+        return sums + FLAGS + len(trained.params), doubles
 
     @property
-    def sums_size(self) -> int:
-        """Elements of a phase's vector of sums."""
-        return HEAD + 2 * len(self.log_names) + self.buffers.size
+    def sums_size(self) -> tuple[int, int]:
+        """Elements of a phase's vectors of sums, in single and in double precision."""
+        single, double = self.buffers.sizes
+        return 2 * len(self.log_names) + single, HEAD + double
 
     def _enter_loop(self, course: Course) -> int | None:
         """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
@@ -652,7 +657,7 @@ class Session:
             )
         self.step = saved["step"]
         self.log_names = list(saved["logs"])
-        self.buffers.known = list(saved["buffers"])
+        self.buffers.resume(saved["buffers"], saved.get("counts"))
         self._older = "draws" not in saved
         if not self._older:
             self.keyed.load(saved["draws"], proven=False)
@@ -746,6 +751,7 @@ class Session:
             "logs": self.log_names,
             "buffers": self.buffers.known,
             "draws": self.keyed.tree(),
+            "counts": self.buffers.counts(),
             "epoch": self._epoch,
         }
         return trees

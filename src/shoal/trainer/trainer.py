@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from shoal.trainer.arguments import (
     check_schedule,
     check_whole,
 )
+from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
@@ -106,6 +107,8 @@ class Trainer(Configured):
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
     after_step: fn(model), called once per step on every worker, after the optimizer: the place for a mean teacher,
         clamping, counters (docs/trainer.md).
+    buffers: how buffers that a forward changes are merged, by name, where not as a mean: {"queue": "concat"}, "sum",
+        "sum:modulo=64", "sum:decay=0.99", "first" or "mean" (docs/buffers.md).
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
     strict: what the proof on the first batch finds wrong with the loss (docs/losses.md) is an error, not a notice.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
@@ -144,6 +147,7 @@ class Trainer(Configured):
         micro_batch: int | None = None,
         ema: float | None = None,
         after_step: AfterStep | None = None,
+        buffers: Mapping[str, str] | None = None,
         seed: int = 0,
         deterministic: bool = False,
         strict: bool = False,
@@ -196,6 +200,7 @@ class Trainer(Configured):
 
         course = Course(size, batch_size)
         self.model = self._build(model, seed)
+        check_buffers(self.model, buffers, self.sync)
         self.seed = seed
         self.deterministic = bool(deterministic)
         self.strict = bool(strict)
@@ -230,6 +235,7 @@ class Trainer(Configured):
             ema=ema,
             eval_every=eval_every,
             after_step=after_step,
+            buffers=None if buffers is None else dict(buffers),
         )
 
     @staticmethod
