@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.keys import derive
-from shoal.trainer.step import atom_key, order_key
+from shoal.draws.forward import seed_by_forward, seed_of
+from shoal.trainer.step import order_key
 
 GOLDEN = [4246866556266386882, 6099876426492485686, 5579758990388876193]
 
@@ -30,7 +31,8 @@ def test_every_part_and_its_place_count() -> None:
     assert len({derive(*variant) for variant in variants}) == len(variants)
 
 
-def test_seeds_steps_atoms_and_epochs_have_keys_of_their_own() -> None:
-    keys = [atom_key(seed, step, atom) for seed in range(4) for step in range(25) for atom in range(24)]
+def test_seeds_steps_phases_forwards_and_epochs_have_keys_of_their_own() -> None:
+    keys = [seed_of(seed, step, phase) for seed in range(4) for step in range(50) for phase in range(3)]
+    keys += [seed_by_forward(seed, step, 0, first) for seed in range(4) for step in range(25) for first in range(24)]
     keys += [order_key(seed, epoch) for seed in range(4) for epoch in range(100)]
     assert len(set(keys)) == len(keys)

@@ -352,12 +352,12 @@ def test_what_one_member_alone_has_to_send_is_known_to_all_also_in_a_later_group
 def test_whether_it_makes_means_of_sums_is_as_its_arm_does(arm: int) -> None:
     def member(group: FakeGroup) -> tuple[bool, Tensor, Tensor]:
         one = Member(group, known(arm))
-        one.exchange.open(1, 2)
+        one.exchange.open(1, 2, 1)
         one.exchange.arm()
         one.params["weight"].grad = None
         (2.0 * one.params["weight"]).sum().backward()  # type: ignore[no-untyped-call]
         weighing = Weighing(8, None)
-        one.exchange.finish(torch.tensor([16.0]), torch.ones(1), weighing)
+        one.exchange.finish(torch.ones(1), torch.ones(1), weighing, torch.tensor([16.0], dtype=torch.float64))
         grad = one.params["weight"].grad
         assert grad is not None
         return one.exchange.weighs, grad.clone(), one.rest()

@@ -724,14 +724,15 @@ def trained(
         exchange = EncodedExchange(group, Encoding(codec, optimizer, list(params.items())), seed=5, judged=False)
         log = []
         for step in range(steps):
-            exchange.open(1, 1 + len(params))
+            exchange.open(1, len(params), 1)
             own = 0.0 if weight is None else weight(step)
             for name, param in params.items():
                 grad = gradients(step, group.rank, name)
                 param.grad = grad if grad is None or weight is None else grad * (own / 8)
             weighing = None if weight is None else Weighing(8, None)
             flags = torch.tensor([float(used) for used in exchange.used()])
-            _, used = exchange.finish(torch.tensor([own / group.size]), flags, weighing)
+            doubles = torch.tensor([own / group.size], dtype=torch.float64)
+            _, used = exchange.finish(torch.zeros(0), flags, weighing, doubles)
             for param, on in zip(params.values(), used.tolist(), strict=True):
                 param.grad = param.grad if on else None
             scale = 1.0

@@ -137,7 +137,7 @@ class Member:
         self.given = [torch.zeros_like(param) for param in self.net.parameters()]
 
     def step(self, step: int, *, arm: bool = True, weighted: bool = False, unused: int | None = None) -> list[Tensor]:
-        self.exchange.open(1, 1 + len(self.given))
+        self.exchange.open(1, len(self.given), 1)
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + self.group.rank))
         for number, layer in enumerate(self.net):
             x = x if number == unused else layer(x).tanh()
@@ -150,8 +150,8 @@ class Member:
             if param.grad is not None:
                 total += param.grad / (8.0 if weighted else 1.0)
         flags = torch.tensor([float(used) for used in self.exchange.used()])
-        sums = torch.tensor([64.0 / self.group.size])
-        self.exchange.finish(sums, flags, Weighing(8, None) if weighted else None)
+        doubles = torch.tensor([64.0 / self.group.size], dtype=torch.float64)
+        self.exchange.finish(torch.zeros(0), flags, Weighing(8, None) if weighted else None, doubles)
         found = [param.grad.clone() for param in self.net.parameters() if param.grad is not None]
         with self.exchange.applying():
             self.optimizer.step()

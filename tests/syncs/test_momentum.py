@@ -42,13 +42,13 @@ class Worker:
 
     def step(self, number: int, unused: tuple[str, ...] = (), weight: float | None = None) -> None:
         """`weight`: of all samples of the step, of which there are 8, each worker having its part of it."""
-        self.exchange.open(1, 2)
+        self.exchange.open(1, 1, 1)
         for name, param in self.params.items():
             times = 1.0 if weight is None else weight / 8
             param.grad = None if name in unused else times * drawn(number, self.group.rank, name)
         weighing = None if weight is None else Weighing(8, None)
         own = 0.0 if weight is None else weight / self.group.size
-        self.exchange.finish(torch.tensor([own]), torch.ones(1), weighing)
+        self.exchange.finish(torch.zeros(0), torch.ones(1), weighing, torch.tensor([own], dtype=torch.float64))
         for name in unused:
             self.params[name].grad = None
         with self.exchange.applying():

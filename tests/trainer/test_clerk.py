@@ -24,6 +24,7 @@ from shoal.core.events import (
 )
 from shoal.core.spec import NoCodec, Server
 from shoal.data.parcel import seal
+from shoal.layouts.single import Change
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.cutting import cut
 from shoal.syncs.server.messages import FIRST_SERVER, Lease
@@ -461,6 +462,7 @@ def test_checkpoints_are_those_of_other_syncs(tmp_path: Path) -> None:
         "batch": 16,
         "logs": ["log"],
         "buffers": [],
+        "counts": {},
         "epoch": [48.0, 48.0],
     }
     assert loaded.trees["record"] == {"metrics": {}, "best": None, "bests": [], "evaluated": 0, "planned": 7}
@@ -521,11 +523,11 @@ def test_buffers_are_means_over_samples(mode: str, tmp_path: Path) -> None:
         assert worker.work is None
         mean = worker.buffers[0] if worker.buffers else torch.zeros(32)
         starts.add((worker.read or 0, float(mean[0])))
-        totals = {
-            0: torch.cat([(mean + 1.0).flatten() * samples, torch.tensor([float(samples)])]),
-            2: torch.tensor([1.0 * samples, float(samples)]),
-        }
-        header, buffers = seal(totals)
+        changes = [
+            Change(0, 0, samples, 2, (mean + 1.0).flatten() * samples),
+            Change(2, 0, samples, 2, torch.tensor([1.0 * samples])),
+        ]
+        header, buffers = seal([changes, []])
         return [header, *[bytearray(each) for each in buffers]]
 
     world.made = made

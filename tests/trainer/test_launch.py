@@ -18,10 +18,9 @@ from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
 from shoal.testing.ranks import run_ranks
-from shoal.testing.reference import batches_of
+from shoal.testing.reference import batches_of, drawing
 from shoal.trainer.session import Session
 from shoal.trainer.soundness import refuse_different
-from shoal.trainer.step import atom_key
 
 State = dict[str, Tensor]
 
@@ -200,7 +199,7 @@ def both(value: dict[str, State]) -> State:
 
 
 def test_two_phases_are_what_one_process_would_do() -> None:
-    """The plain loop runs the same atoms with the same keys, in both phases."""
+    """The plain loop runs whole batches with the same draws, in both phases."""
     course = Course(len(DATA), 20)
     nets: dict[str, nn.Module] = {}
 
@@ -215,13 +214,12 @@ def test_two_phases_are_what_one_process_would_do() -> None:
             for net in nets.values():
                 net.zero_grad()
             self.phase += 1
-            for part, indices in batches_of(course, self.number, seed=0, by_atom=True):
-                torch.manual_seed(atom_key(0, self.number, part.atom, self.phase))
-                self.share = len(indices) / self.samples
-                yield DATA[indices]
+            for part, indices in batches_of(course, self.number, seed=0, by_atom=False):
+                with drawing(range(part.samples), step=self.number, phase=self.phase):
+                    yield DATA[indices]
 
         def backward(self, loss: Any) -> None:
-            ((loss["loss"] if isinstance(loss, dict) else loss) * self.share).backward()
+            (loss["loss"] if isinstance(loss, dict) else loss).backward()
 
         def apply(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
             if clip is not None:

@@ -25,7 +25,7 @@ from shoal.core.errors import DataError, NotFiniteError
 from shoal.core.events import WorkerSeen
 from shoal.core.spec import NoCodec, Server
 from shoal.data.parcel import seal, unseal
-from shoal.layouts.single import Buffers
+from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server import messages as served
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Lease, Placement, Ready, Work
 from shoal.syncs.server.setup import Setup
@@ -230,7 +230,7 @@ def test_leases_add_up_to_the_step(name: str) -> None:
             update = step.apply(optimizer)
 
             here.model.load_state_dict(before)
-            merged.open()
+            merged.open(step.samples)
             here.client.pushed.clear()
             outcomes = [here.leases.compute(lease, step.number) for lease in leases_of(step.number, case.cuts)]
             loss = sum(outcome.loss for outcome in outcomes)
@@ -246,12 +246,9 @@ def test_leases_add_up_to_the_step(name: str) -> None:
                 total = torch.stack([push[0][number] for push in here.client.pushed]).sum(0)
                 wanted = torch.zeros_like(param) if param.grad is None else param.grad
                 assert alike(total * (step.samples / weight), wanted)
-            totals: dict[int, Tensor] = {}
-            for outcome in outcomes:
-                for number, total in outcome.buffers.items():
-                    totals[number] = totals[number] + total if number in totals else total
-            assert bool(totals) == (name == "batch norm")
-            merged.learn(totals, step.samples)
+            changes = [change for outcome in outcomes for change in outcome.buffers]
+            assert bool(changes) == (name == "batch norm")
+            merged.learn(changes)
             for got, wanted in zip(here.model.buffers(), model.buffers(), strict=True):
                 assert alike(got.float(), wanted.float())
         assert here.session.keyed.draws == ("dropout" in name or name == "cut atoms")
@@ -415,14 +412,13 @@ def test_a_worker_computes_what_it_is_given() -> None:
     worker.say(Work(Lease(0, 0, 4), 0))
     again, second = worker.hear()
     assert again.loss == done.loss
-    assert {number: value.tolist() for number, value in first.items()} == {
-        number: value.tolist() for number, value in second.items()
-    }
+    found, repeated = ([Change(*change) for change in told[0]] for told in (first, second))
+    assert [change.amount.tolist() for change in found] == [change.amount.tolist() for change in repeated]
     # from other buffers
     start = torch.full((16,), 5.0)
     worker.say(Work(Lease(0, 0, 4), 0), {0: start})
     _, third = worker.hear()
-    assert alike(third[0][:-1] - first[0][:-1], 16 * 0.9 * start)
+    assert alike(Change(*third[0][0]).amount - found[0].amount, 16 * 0.9 * start)
     worker.say(Depart("enough"))
     assert worker.hear()[0] == Departed("enough")
     assert worker.end() == 0

@@ -2,7 +2,7 @@
 
 A step is one optimizer update over a global batch. Its positions are cut into *atoms*, numbered groups of consecutive
 positions. The cut depends on the number of samples in the step alone, never on the workers: whoever computes an atom,
-the atom and its random key are the same, and so is the gradient of the step.
+the atom is the same, and so is the gradient of the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 MOST_ATOMS = 24
-"""Divisible by 1, 2, 3, 4, 6, 8 and 12 workers. More would balance finer, but a model that draws random numbers runs
+"""Divisible by 1, 2, 3, 4, 6, 8 and 12 workers. More would balance finer, but deterministic runs have
 one forward per atom."""
 LEAST_ATOMS = 8
 SMALL_ATOM = 4

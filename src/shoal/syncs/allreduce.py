@@ -19,6 +19,7 @@ from shoal.comm.plan import Settled
 from shoal.core.atoms import Node, share, tree_nodes, tree_sum
 from shoal.core.errors import ConfigError
 from shoal.core.traffic import GRADIENT
+from shoal.syncs.doubles import Riding, places
 from shoal.syncs.encoding import Encoding
 
 Params = Sequence[tuple[str, nn.Parameter]]
@@ -32,14 +33,15 @@ class Weighing(NamedTuple):
 
     samples: int
     weight: float | None
-    """Over all workers; None if it is the first of the step's sums."""
+    """Over all workers; None if it is the first of the step's doubles."""
 
 
 class Exchange(Protocol):
-    """Sums the gradients of one set of parameters, and two short vectors, over all workers, step by step.
+    """Sums the gradients of one set of parameters, and three short vectors, over all workers, step by step.
 
     In each step: `open`, any number of backward passes (`arm` before the last one; `atom_done` after each atom, with
-    the vector `sums` of that atom), then `finish`. One thread.
+    the vectors `sums` and `doubles` of that atom), then `finish`. One thread. `sums` and `flags` are in single
+    precision; `doubles` is in double precision, on the CPU, and has the same length on all workers, as the others do.
     """
 
     by_atom: bool
@@ -51,20 +53,28 @@ class Exchange(Protocol):
     def weighs(self) -> bool:
         """Whether `finish` makes means of sums. Else that is left to the caller."""
 
-    def open(self, atoms: int, vectors: int) -> None:
-        """Begin a step of so many atoms, whose two vectors have so many elements together; gradients are cleared."""
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
+        """Begin a step of so many atoms; gradients are cleared.
+
+        `vectors` are the elements of `sums` and `flags` together, and `doubles` those of the third vector.
+        """
 
     def arm(self, *, weighted: bool = False) -> None:
         """The next backward is the last one on this worker. `weighted`: its loss has a weight of its own."""
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
         """All gradients of this atom are in `.grad`."""
 
     def used(self) -> list[bool]:
         """For each parameter: has this worker a gradient for it in this step?"""
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
-        """Both vectors summed over all workers; afterwards `.grad` of every parameter is the sum over all workers."""
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`sums` and `flags` over all workers; `doubles` is replaced by its sum over them.
+
+        Afterwards `.grad` of every parameter is the sum over all workers.
+        """
 
     def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
         """Within, the optimizer applies the gradients, scaled by this since `finish`; afterwards the step counts."""
@@ -124,20 +134,22 @@ class AloneExchange:
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
 
-    def open(self, atoms: int, vectors: int) -> None:
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
         for param in self._params:
             param.grad = None
 
     def arm(self, *, weighted: bool = False) -> None:
         return None
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
         return None
 
     def used(self) -> list[bool]:
         return [param.grad is not None for param in self._params]
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         for number, param in enumerate(self._params):
             if param.grad is not None and param.grad.is_sparse:
                 raise refuse_sparse(self._names[number])
@@ -160,12 +172,13 @@ class AloneExchange:
 
 
 class BucketExchange:
-    """Buckets over the group; both vectors ride in the last one."""
+    """Buckets over the group; the vectors ride in the last one."""
 
     by_atom = False
     weighs = False
 
     def __init__(self, group: Group, params: Params, knowledge: bytes | None = None) -> None:
+        self._group = group
         self._params = [param for _, param in params]
         self._buckets = Buckets(group, params, tail=0, knowledge=knowledge)
 
@@ -177,21 +190,27 @@ class BucketExchange:
     def on_bucket(self, do: Callable[[], None] | None) -> None:
         self._buckets.on_bucket = do
 
-    def open(self, atoms: int, vectors: int) -> None:
-        self._buckets.resize_tail(vectors)
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
+        self._buckets.resize_tail(vectors + places(doubles, self._group.size))
         self._buckets.open()
 
     def arm(self, *, weighted: bool = False) -> None:
         self._buckets.arm()
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
         return None
 
     def used(self) -> list[bool]:
         return [param.grad is not None for param in self._params]
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
-        summed_sums, summed_flags = self._buckets.finish(torch.cat([sums, flags])).split([sums.numel(), flags.numel()])
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        riding = Riding(self._group, doubles)
+        tail = self._buckets.finish(torch.cat([sums, flags, *riding.parts(flags.device)]))
+        summed_sums, summed_flags, summed = tail.split([sums.numel(), flags.numel(), riding.size])
+        riding.start()
+        riding.finish(summed)
         return summed_sums, summed_flags
 
     def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
@@ -228,7 +247,7 @@ class TreeExchange:
         self._atoms = 0
         self._values: dict[Node, list[Tensor]] = {}
 
-    def open(self, atoms: int, vectors: int) -> None:
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
         self._atoms = atoms
         self._values = {}
         self._used = [False] * len(self._params)
@@ -238,8 +257,8 @@ class TreeExchange:
     def arm(self, *, weighted: bool = False) -> None:
         return None
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
-        value = [self._flat(numbers) for numbers in self._kinds.values()] + [sums.clone()]
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
+        value = [self._flat(numbers) for numbers in self._kinds.values()] + [_joined(sums, doubles)]
         for param in self._params:
             param.grad = None
         node = Node(0, atom)
@@ -265,8 +284,11 @@ class TreeExchange:
     def used(self) -> list[bool]:
         return self._used
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
-        empty = [self._zeros(numbers) for numbers in self._kinds.values()] + [torch.zeros_like(sums)]
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        blank = torch.zeros_like(_joined(sums, doubles))
+        empty = [self._zeros(numbers) for numbers in self._kinds.values()] + [blank]
         total = [self._tree(place, blank) for place, blank in enumerate(empty)]
         self._values = {}
         self._group.sum(flags).wait()
@@ -274,7 +296,9 @@ class TreeExchange:
             sizes = [self._params[number].numel() for number in numbers]
             for number, piece in zip(numbers, flat.split(sizes), strict=True):
                 self._params[number].grad = piece.view_as(self._params[number])
-        return total[-1], flags
+        if doubles is not None:
+            doubles.copy_(total[-1][sums.numel() :])
+        return total[-1][: sums.numel()].to(sums.dtype), flags
 
     def _zeros(self, numbers: list[int]) -> Tensor:
         first = self._params[numbers[0]]
@@ -318,6 +342,11 @@ class TreeExchange:
 
     def close(self, *, with_group: bool = False) -> None:
         return None
+
+
+def _joined(sums: Tensor, doubles: Tensor | None) -> Tensor:
+    """Both vectors as one, which costs one operation."""
+    return sums.clone() if doubles is None else torch.cat([sums.to(doubles.dtype), doubles.to(sums.device)])
 
 
 def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

@@ -165,7 +165,7 @@ class AutoExchange:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def open(self, atoms: int, vectors: int) -> None:
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
         if self._trial is not None and self._group.size > 1:
             self._judge(self._trial)
         if self._sending is not None:
@@ -184,7 +184,7 @@ class AutoExchange:
                 self._group, self._encoding, self._seed, NoCodec(), judged=False
             )
             self._now.on_bucket = self._on_bucket
-        self._now.open(atoms, vectors)
+        self._now.open(atoms, vectors, doubles)
 
     def _judge(self, trial: Trial) -> None:
         now, waited = time.perf_counter(), self._group.account.exposed
@@ -220,7 +220,7 @@ class AutoExchange:
     def arm(self, *, weighted: bool = False) -> None:
         self._now.arm(weighted=weighted)
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
         return None
 
     def used(self) -> list[bool]:
@@ -230,8 +230,10 @@ class AutoExchange:
     def weighs(self) -> bool:
         return self._now.weighs
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
-        return self._now.finish(sums, flags, weighing)
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._now.finish(sums, flags, weighing, doubles)
 
     def applying(self, scale: float = 1.0) -> AbstractContextManager[None]:
         return self._now.applying(scale)

@@ -32,6 +32,7 @@ from shoal.core.keys import derive
 from shoal.core.spec import AnyCodec, Int8, OneBit, PowerSGD, TopK
 from shoal.core.traffic import GRADIENT, STATE
 from shoal.syncs.allreduce import Weighing
+from shoal.syncs.doubles import Riding, places
 from shoal.syncs.encoding import SQUARES, Encoding
 from shoal.syncs.leaving import WATCHED, Leaving, Params
 from shoal.syncs.momentum import add_decay, factors, left_to_workers
@@ -127,9 +128,9 @@ class EncodedExchange:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def open(self, atoms: int, vectors: int) -> None:
+    def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
         self._worth.begin(self._flat)
-        self._vectors = vectors + 1
+        self._vectors = vectors + places(doubles, self._group.size) + 1
         self._leaving.open()
         self._running, self._early, self._is_due = None, (0.0, 0.0), None
         self._encoding.memory.open()
@@ -140,13 +141,15 @@ class EncodedExchange:
         if self._divides() and self._unweighted >= 0 and not weighted:
             self._leaving.arm()
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor | None = None) -> None:
         return None
 
     def used(self) -> list[bool]:
         return [param.grad is not None for _, param in self._encoding.params]
 
-    def finish(self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.on_bucket is not None:
             self.on_bucket()
         begun, waited = time.perf_counter(), self._group.account.exposed
@@ -165,18 +168,24 @@ class EncodedExchange:
             _lay(self._encoding.large, self._views)
         _lay(self._encoding.small, small)
         tail = short[short.numel() - self._vectors :]
-        torch.cat([sums, flags, sums.new_tensor([weighing is not None])], out=tail)
+        riding = Riding(self._group, doubles)
+        torch.cat([sums, flags, sums.new_tensor([weighing is not None]), *riding.parts(sums.device)], out=tail)
+        summed = tail[tail.numel() - riding.size :]
         work = self._group.sum(short)
+        riding.start()
         if weighing is not None:
             # what is kept from step to step must not depend on what a step weighs
             work.wait()
-            self._weigh(weighing, float(tail[0]), small)
+            riding.finish(summed)
+            self._weigh(weighing, doubles, small)
         if by_parts:
             self._leave(len(self._parts) - 1)
             self._come()
         else:
             self._sum()
         work.wait()
+        if weighing is None:
+            riding.finish(summed)
         self._sum_squares()
         finished(self._flat.device)
         for (_, param), view in zip(self._params, [*self._views, *small], strict=True):
@@ -185,12 +194,16 @@ class EncodedExchange:
         if self._codec() is self._wanted:
             encoding, early = self._early
             self._worth.end(encoding + time.perf_counter() - begun - waited, early + waited)
-        summed_sums, summed_flags, weighted = tail.clone().split([sums.numel(), flags.numel(), 1])
+        parts = tail.clone().split([sums.numel(), flags.numel(), 1, riding.size])
+        summed_sums, summed_flags, weighted, _ = parts
         self._unweighted = -1 if self._unweighted < 0 or bool(weighted) else self._unweighted + 1
         return summed_sums, summed_flags
 
-    def _weigh(self, weighing: Weighing, weight: float, small: Sequence[Tensor]) -> None:
-        weight = weight if weighing.weight is None else weighing.weight
+    def _weigh(self, weighing: Weighing, doubles: Tensor | None, small: Sequence[Tensor]) -> None:
+        weight = weighing.weight
+        if weight is None:
+            assert doubles is not None
+            weight = float(doubles[0])
         if weight > 0.0 and weight != weighing.samples:
             for part in (self._flat, *small):
                 part.mul_(weighing.samples / weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ def batches_of(course: Course, step: int, *, seed: int, by_atom: bool) -> Iterat
     parts = span.atoms() if by_atom else [Span(0, span.start, span.stop)]
     for part in parts:
         yield part, order.span(part.start, part.stop).tolist()
+
+
+@contextmanager
+def drawing(
+    positions: range, *, seed: int = 0, step: int = 0, phase: int = 0, keying: Keying | None = None
+) -> Iterator[Forward]:
+    """Within, what is drawn is what a run draws in a forward of samples at these positions of a step."""
+    forward = Forward(keying or Keying(), positions, seed_of(seed, step, phase))
+    with standing():
+        forward.begin()
+        here.enter(forward)
+        try:
+            yield forward
+        finally:
+            here.enter(None)
 
 
 def reference_fit(
@@ -64,13 +80,9 @@ def reference_fit(
         for part, indices in batches_of(course, step, seed=seed, by_atom=by_atom):
             start = course.step(step).start
             batch = collate([data[index] for index in indices])
-            forward = Forward(keying, range(part.start - start, part.stop - start), seed_of(seed, step, 0))
-            with standing():
-                forward.begin()
-                here.enter(forward)
+            with drawing(range(part.start - start, part.stop - start), seed=seed, step=step, keying=keying):
                 value, weight = _sum_and_weight(loss(model, batch), len(indices))
                 value.backward()
-                here.enter(None)
             total = total + value.detach()
             weights += weight
         for param in model.parameters():

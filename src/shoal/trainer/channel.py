@@ -44,11 +44,9 @@ class Channel(Protocol):
 class LinkChannel:
     """Over the link to the supervisor. Events go in batches: a message per step would cost both sides a wake-up."""
 
-    def __init__(self, link: Link, *, speaks: bool, notices: bool = False) -> None:
-        """`notices`: tells of these, though it does not speak."""
+    def __init__(self, link: Link, *, speaks: bool) -> None:
         self._link = link
         self._speaks = speaks
-        self._always = (WorkerSeen, Notice) if notices else (WorkerSeen,)
         # the thread that writes checkpoints has something to say, rarely
         self._lock = threading.Lock()
         self._held: list[AnyEvent] = []
@@ -57,7 +55,7 @@ class LinkChannel:
         self._stop: str | None = None
 
     def emit(self, event: AnyEvent) -> None:
-        if not self._speaks and not isinstance(event, self._always):
+        if not self._speaks and not isinstance(event, WorkerSeen):
             return
         with self._lock:
             self._held.append(event)

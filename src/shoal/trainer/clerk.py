@@ -18,6 +18,7 @@ from shoal.core.errors import WorkerError
 from shoal.core.events import Notice, RunEnded
 from shoal.core.spec import MOST_SERVERS
 from shoal.data.parcel import unseal
+from shoal.layouts.single import Change
 from shoal.monitor.wording import counted
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
@@ -271,8 +272,9 @@ class Clerk:
             self._book.left(seat)
             self._book.joined(seat)
         elif self._book.done(seat, done.lease, done.seconds, now):
-            changed = unseal(bytes(buffers[0]), buffers[1:]) if buffers else {}
-            self._steps.take(Part(seat, done, changed))
+            changes, notices = unseal(bytes(buffers[0]), buffers[1:]) if buffers else ([], [])
+            self._steps.take(Part(seat, done, [Change(*change) for change in changes]))
+            self._steps.notice(notices)
 
     def _give(self, seat: int, worker: _Worker, now: float) -> None:
         """Something to do for a worker that has nothing."""

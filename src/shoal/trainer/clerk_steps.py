@@ -13,11 +13,11 @@ from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-from torch import Tensor
 
 from shoal.core.atoms import cut
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
 from shoal.core.events import AnyEvent, EpochDone, EvalDone, Notice, StepDone
+from shoal.layouts.single import Change
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
 from shoal.syncs.server.messages import FIRST_SERVER, MOST_KEPT, Lease
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
     worker: int
     done: said.Done
-    buffers: dict[int, Tensor]
+    buffers: list[Change]
 
 
 @dataclass
@@ -96,6 +96,7 @@ class Steps:
         self.applied: dict[int, said.Applied] = {}
         """The last that each server has said."""
         self.seen = Seen()
+        self._noticed: set[str] = set()
 
     @property
     def applies(self) -> bool:
@@ -106,6 +107,13 @@ class Steps:
 
     def take(self, part: Part) -> None:
         self._parts.setdefault(part.done.lease.step, {})[part.done.lease] = part
+
+    def notice(self, texts: Sequence[str]) -> None:
+        """Tell a person, once: several workers may find the same."""
+        for text in texts:
+            if text not in self._noticed:
+                self._noticed.add(text)
+                self._hands.tell(Notice(step=self._book.version, text=text))
 
     def undo(self, step: int) -> None:
         """Gradients of this step and later ones are not on all servers any longer."""
@@ -267,7 +275,9 @@ class Steps:
         self._book.applied(version, now)
         parts = self._in_order(passage.step)
         del self._parts[passage.step]
-        self._story.add(passage.step, passage.loss, passage.weight, span.samples, _sum_of_buffers(parts))
+        changes = [change for part in parts for change in part.buffers]
+        self._story.add(passage.step, passage.loss, passage.weight, span.samples, changes)
+        self.notice(self._story.buffers.notices())
         logs = self._story.means(_sums_of_logs(parts))
         if passage.order.keep:
             evaluate = self._story.belongs(version, self.stopping)
@@ -366,14 +376,6 @@ class Steps:
     def to_servers(self, message: msgspec.Struct, numbers: set[int]) -> None:
         for number in sorted(numbers):
             self._hands.send(FIRST_SERVER + number, message)
-
-
-def _sum_of_buffers(parts: Sequence[Part]) -> dict[int, Tensor]:
-    sums: dict[int, Tensor] = {}
-    for part in parts:
-        for number, total in part.buffers.items():
-            sums[number] = sums[number] + total if number in sums else total
-    return sums
 
 
 def _sums_of_logs(parts: Sequence[Part]) -> dict[str, tuple[float, float]]:

@@ -161,6 +161,8 @@ def plain(value: Any) -> Any:
         return _spec(value)
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
+    if type(value) is dict and all(isinstance(each, str) for pair in value.items() for each in pair):
+        return ", ".join(f"{key}: {part}" for key, part in value.items())
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     if isinstance(value, functools.partial):
         name = f"partial of {plain(value.func)}"

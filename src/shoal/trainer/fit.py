@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EvalDone, Notice, RunEnded
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
+from shoal.trainer.after_step import AfterStep, do_after_step
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
+from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 
 
@@ -42,6 +44,11 @@ class Recipe:
     micro_batch: int | None
     ema: float | None
     eval_every: int | None
+    after_step: AfterStep | None = None
+    doubts: tuple[str, ...] = ()
+    """What was seen before the start, and would not be as in one process."""
+    buffers: Mapping[str, str] | None = None
+    """How buffers are merged, by name."""
 
     def eval_batch(self, workers: int) -> int:
         return self.micro_batch or max(1, -(-self.batch_size // workers))
@@ -104,6 +111,8 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     model.to(session.device)
     for text in first_words(model, recipe, workers=session.workers, deterministic=session.deterministic):
         session.channel.emit(Notice(step=0, text=text))
+    for text in recipe.doubts:
+        say(session, text)
     # first: what is made from the weights, here and in an optimizer, must find those that all workers start from
     session.track(model=model)
     optimizer = make_optimizer(recipe, model)
@@ -113,6 +122,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     parts = {"optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
     session.track(**{name: part for name, part in parts.items() if part is not None})
     session.overlap_backward()
+    session.compares_untrained = recipe.after_step is not None
     if schedule is not None:
         _tell_of_new_plan(session, record, recipe.total_steps)
     record.planned = recipe.total_steps
@@ -131,6 +141,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             collate=recipe.collate,
             data_workers=recipe.data_workers,
             micro_batch=recipe.micro_batch,
+            buffers=recipe.buffers,
         ):
             if evaluation.missed():
                 evaluation.run()
@@ -140,6 +151,9 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
                 step.compute(recipe.loss, model, batch)
             if not step.overtaken:
                 update = step.apply(optimizer, clip=recipe.clip)
+                if recipe.after_step is not None:
+                    # before the average: what it changes is what counts
+                    do_after_step(recipe.after_step, model, seed=session.seed, step=step.number)
                 if average is not None:
                     average.update()
                 if schedule is not None and not stepped_on_eval:
@@ -155,6 +169,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             evaluation.run()
     finally:
         evaluation.close()
+    optimizer.zero_grad()  # they are of the last step, and nothing of a next run
     # asked for at the very last step, an end is no early one
     complete = session.stopping == STOPPED and session.step >= recipe.total_steps
     stopping = None if complete else session.stopping

@@ -21,8 +21,10 @@ from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
 from shoal.trainer.run import run
 from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id
+from shoal.trainer.saying import say
 from shoal.trainer.session import Session
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process
+from shoal.trainer.stale import stale_in_loop
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process, is_spmd
 from shoal.trainer.watch import Identity, Watch
 
 
@@ -83,7 +85,8 @@ def launch(
                 loaded=place.loaded,
             )
             with watch.running(place.identity(count, config)):
-                values = _run(fn, start, count, engine_spec, watch, signals)
+                doubts = [] if is_spmd(engine_spec) else stale_in_loop(callbacks, fn)
+                values = _run(fn, start, count, engine_spec, watch, signals, doubts)
     except ShoalError as error:
         raise error.with_traceback(None) from None
     except KeyboardInterrupt:
@@ -97,9 +100,17 @@ def launch(
 
 
 def _run(
-    fn: Callable[[Session], Any], start: Start, workers: int, engine: spec.Local, watch: Watch, signals: StopSignals
+    fn: Callable[[Session], Any],
+    start: Start,
+    workers: int,
+    engine: spec.Local,
+    watch: Watch,
+    signals: StopSignals,
+    doubts: Sequence[str],
 ) -> list[dict[str, Any]]:
     def body(session: Session) -> dict[str, Any]:
+        for text in doubts:
+            say(session, text)
         return {"value": fn(session), "stopping": session.stopping, "seen": msgspec.to_builtins(session.seen())}
 
     watch.prepare(f"starting {workers} workers" if workers > 1 else "starting 1 worker")

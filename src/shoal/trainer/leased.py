@@ -20,7 +20,7 @@ from shoal.core.atoms import Course, Span, StepSpan, cut
 from shoal.core.errors import ConfigError
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
-from shoal.layouts.single import uses_batch_statistics
+from shoal.layouts.single import Change, uses_batch_statistics
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
@@ -85,7 +85,6 @@ class LeasedSession(Session):
         mine = {id(param) for _, param in self.params}
         self._others = [param for param in model.parameters() if id(param) not in mine]
         self.overlap_backward()
-        self.keyed.know([model])
         self._used = [False] * len(self.params)
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._marker(number))
@@ -101,10 +100,6 @@ class LeasedSession(Session):
     @property
     def number(self) -> int:
         return self.seat
-
-    @property
-    def looks_again(self) -> bool:
-        return self.seat == 0
 
     @property
     def alone(self) -> bool:
@@ -292,8 +287,10 @@ class Outcome(NamedTuple):
     logs: dict[str, tuple[float, float]]
     """Sums and weights."""
     sent: int
-    buffers: dict[int, Tensor]
-    """For each of the model's buffers that forwards changed, by number, what `Buffers.learn` wants."""
+    buffers: list[Change]
+    """What forwards made of the model's buffers, as `Buffers.learn` wants it."""
+    notices: list[str]
+    """What a person should know."""
 
 
 class Leases:
@@ -303,6 +300,7 @@ class Leases:
         self, session: LeasedSession, servers: Servers, model: nn.Module, recipe: Recipe, setup: Setup, workers: int
     ) -> None:
         self._session = session
+        session.buffers.use(recipe.buffers)
         session.servers = servers
         self._servers = servers
         self._model = model
@@ -317,10 +315,12 @@ class Leases:
         limit = recipe.micro_batch or _limit(setup.course, workers)
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)
         self.loop.least = least_samples(model)
+        session.keyed.know([model])
+        if session.tables is not None:
+            session.proof.leave_out("its forward asks servers for rows of tables, which cannot be done in a fork")
+        self._drawing = session.keyed.within()
         self._step: LeaseStep | None = None
         self._computed = False
-        if session.tables is not None:
-            session.proof.leave_out("rows of tables are fetched from servers in its forward")
 
     def load(self, lease: Lease) -> None:
         """Have the batches of a lease; of the one before, if it was not computed, they are forgotten."""
@@ -365,17 +365,16 @@ class Leases:
         assert step is not None
         session, sent = self._session, self._servers.sent
         session.read = read
-        if not self._computed:
+        if not self._computed and session.seat == 0:
             session.proof.begin(lease.step, self.loop.course, older=False)
-            self._computed = True
+        self._computed = True
         begun = time.perf_counter()
-        with session.keyed.within():
-            for batch in step:
-                if session.tables is not None:
-                    session.tables.batch(batch)
-                step.compute(self._recipe.loss, self._model, batch)
+        for batch in step:
+            if session.tables is not None:
+                session.tables.batch(batch)
+            step.compute(self._recipe.loss, self._model, batch)
         seconds = time.perf_counter() - begun - step.rehearsed
-        changed = session.buffers.totals()
+        changed = session.buffers.summed_changes()
         session.buffers.rewind()
         step.refuse_not_finite()
         if self._spec.apply == "arrival":
@@ -387,11 +386,14 @@ class Leases:
         self._servers.push(scale=scale, used=session.used())
         session.times.exchange += time.perf_counter() - begun
         session.samples += sum(span.samples for span in step.own)
-        return Outcome(seconds, step.loss, step.weight, step.logs(), self._servers.sent - sent, changed)
+        sent = self._servers.sent - sent
+        notices = session.buffers.notices()
+        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices)
 
     def close(self) -> None:
         with suppress(Exception):
             self.loop.close()
+        self._drawing.__exit__(None, None, None)
         self._loader.close()
 
 

@@ -20,6 +20,14 @@ class Replica:
     def modules(self) -> list[nn.Module]:
         return [thing for thing in self.tracked.values() if isinstance(thing, nn.Module)]
 
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """The modules, each with what the names of its parts begin with: nothing where there is one module."""
+        modules = [(name, thing) for name, thing in self.tracked.items() if isinstance(thing, nn.Module)]
+        return modules if len(modules) > 1 else [("", thing) for _, thing in modules]
+
+    def named_modules(self) -> dict[str, nn.Module]:
+        return {name: thing for name, thing in self.tracked.items() if isinstance(thing, nn.Module)}
+
     def trees(self) -> dict[str, Any]:
         """The state of each, as a checkpoint holds it. The tensors are the live ones."""
         return {name: thing.state_dict() for name, thing in self.tracked.items()}

@@ -8,7 +8,7 @@ it has where workers exchange gradients, so that a run can be resumed with anoth
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointMismatch
 from shoal.data.parcel import seal
-from shoal.layouts.single import Buffers
+from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server.optimizers import join
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED
 from shoal.trainer.fit import MOST_BESTS, Recipe, Record
@@ -39,6 +39,8 @@ class Resumed:
     logs: list[str]
     buffers: list[int]
     """Numbers of those that change; their values are in the model."""
+    counts: dict[str, list[Any]]
+    """What was found out about those of whole numbers."""
     epoch: list[float]
 
 
@@ -55,7 +57,8 @@ def resumed(loaded: Loaded, setup: Setup) -> Resumed:
         )
     record = Record()
     restore("record", record, loaded)
-    return Resumed(record, list(saved["logs"]), list(saved["buffers"]), list(saved["epoch"]))
+    counts = dict(saved.get("counts") or {})
+    return Resumed(record, list(saved["logs"]), list(saved["buffers"]), counts, list(saved["epoch"]))
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Snapshot:
     epoch: list[float]
     logs: list[str]
     known: list[int]
+    counts: dict[str, list[Any]]
     buffers: dict[str, Tensor]
     """Those that change, by name."""
     values: dict[int, Tensor]
@@ -95,8 +99,9 @@ class Story:
         self.log_names: list[str] = [] if start is None else start.logs
         self.epoch: list[float] = [0.0, 0.0] if start is None else start.epoch
         self.buffers = Buffers([model])
+        self.buffers.use(recipe.buffers)
         if start is not None:
-            self.buffers.known = start.buffers
+            self.buffers.resume(start.buffers, start.counts)
         self._parcel: tuple[bytes | memoryview, ...] | None = None
         self.steps_on_eval = recipe.eval_data is not None and _goes_by_metric(setup)
         """Whether the schedule is one that is stepped on the loss of evaluations."""
@@ -107,14 +112,14 @@ class Story:
         total, weight = self.epoch
         return total / weight if weight else float("nan")
 
-    def add(self, step: int, loss: float, weight: float, samples: int, buffers: Mapping[int, Tensor]) -> None:
-        """A step was applied. `buffers` are sums over it, as `Buffers.learn` wants them."""
+    def add(self, step: int, loss: float, weight: float, samples: int, buffers: Sequence[Change]) -> None:
+        """A step was applied. `buffers` is what its forwards made of them, in order of atoms."""
         if step % self._setup.course.steps_per_epoch == 0:
             self.epoch = [0.0, 0.0]
         self.epoch = [self.epoch[0] + loss * weight, self.epoch[1] + weight]
         if buffers:
-            self.buffers.open()
-            self.buffers.learn(dict(buffers), samples)
+            self.buffers.open(samples)
+            self.buffers.learn(buffers)
             self._parcel = None
 
     def means(self, logs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
@@ -137,9 +142,8 @@ class Story:
         numbers = {id(self.buffers._value(number)): number for number in values}
         named = self._model.named_buffers(remove_duplicate=False)
         names = {name: values[numbers[id(buffer)]] for name, buffer in named if id(buffer) in numbers}
-        return Snapshot(
-            version, list(self.epoch), list(self.log_names), list(self.buffers.known), names, values, save, evaluate
-        )
+        known, counts = list(self.buffers.known), self.buffers.counts()
+        return Snapshot(version, list(self.epoch), list(self.log_names), known, counts, names, values, save, evaluate)
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +259,7 @@ class Keeping:
             "batch": setup.course.batch,
             "logs": snapshot.logs,
             "buffers": snapshot.known,
+            "counts": snapshot.counts,
             "epoch": snapshot.epoch,
         }
         return trees

@@ -156,7 +156,8 @@ class Staff:
         for seat in range(served.workers):
             self._start_worker(seat)
         self._clerk.begin(time.monotonic())
-        for text in first_words(served.model, served.recipe, workers=served.workers, deterministic=False):
+        words = first_words(served.model, served.recipe, workers=served.workers, deterministic=False)
+        for text in (*words, *served.recipe.doubts):
             self._tell(Notice(step=self._clerk.version, text=text))
         if self._idle_codec not in ("none", "auto"):
             text = f"codec={self._idle_codec!r} is for what travels between hosts; here all share the memory of one"
@@ -378,7 +379,7 @@ class Staff:
                     for event in message.events:
                         if isinstance(event, WorkerSeen):
                             self._seen[event.worker] = event
-                            self._tell(event)
+                        self._tell(event)
 
     def _figures(self) -> list[dict[str, Any]]:
         outcome = self._clerk.outcome()

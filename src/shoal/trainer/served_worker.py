@@ -117,7 +117,8 @@ class _Worker:
         self._setup = setup
         self._task = task
         self._make_client = make_client
-        self._channel = LinkChannel(link, speaks=False, notices=seat == 0)
+        # the clerk tells of steps; what is found in forwards, every worker finds, and the first one tells
+        self._channel = LinkChannel(link, speaks=seat == 0)
         self._session: LeasedSession | None = None
         self._client: AClient | None = None
         self._part: Part | None = None
@@ -249,7 +250,7 @@ class _Worker:
                 logs=outcome.logs,
                 sent=outcome.sent,
             ),
-            outcome.buffers or None,
+            [outcome.buffers, outcome.notices] if outcome.buffers or outcome.notices else None,
         )
         self._fault("commit", lease.step)
 

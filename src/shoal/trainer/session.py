@@ -11,8 +11,8 @@
 
     shoal.launch(train, workers=4)
 
-The body of a step may run again (after a failure, and once when the model turns out to draw random numbers): keep side
-effects out of it, or put them after `step.apply`.
+The body of a step may run again (after a failure, in a rehearsal of the first batch, and when something is drawn in a
+new place): keep side effects out of it, or put them after `step.apply`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.inspection import Inspection
 from shoal.trainer.keyed import Keyed
 from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
 from shoal.trainer.proof.proof import Proof
@@ -133,6 +134,9 @@ class Session:
         self._trained: dict[int, Trained] = {}
         self._untrained: list[nn.Parameter] | None = None
         self._overlap = False
+        self.inspection = Inspection(self)
+        self.compares_untrained = False
+        """Whether parameters that no optimizer trains are compared between workers, too: something changes them."""
         self._loop = -1
         self._at: StepSpan | None = None
         self._best = False
@@ -165,7 +169,7 @@ class Session:
                 self._share(name, thing)
             if isinstance(thing, torch.optim.Optimizer):
                 self._read_encoding(self._train(thing))
-        self.buffers = Buffers(self._replica.modules())
+        self.buffers = Buffers(self._replica.named_modules())
         self._untrained = None
 
     def steps(
@@ -178,15 +182,18 @@ class Session:
         collate: Callable[[list[Any]], Any] | None = None,
         data_workers: int | None = None,
         micro_batch: int | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> Iterator[Step]:
         """Go through `data` in steps of `batch_size` samples over all workers, `steps` of them or `epochs` times over.
 
         Each step is committed when the loop asks for the next one. A resumed run begins where its checkpoint is.
+        `buffers` says of buffers of tracked modules, by name, how they are merged (docs/buffers.md).
         """
         check_whole(1, batch_size=batch_size)
         check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
         check_whole(0, optional=True, data_workers=data_workers)
         check_functions(optional=True, collate=collate)
+        self.buffers.use(buffers)
         course = self.course = Course(check_data(data, "data"), batch_size)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
@@ -218,7 +225,7 @@ class Session:
                 yield step
                 step.commit()
                 if number == self._origin and self.workers > 1 and self.standing is None:
-                    refuse_parted(self.all_params(), self._group)
+                    refuse_parted(self._compared(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
@@ -302,6 +309,11 @@ class Session:
     def overlap_backward(self) -> None:
         """Let gradients leave during backward: promises one optimizer, and one `Step.backward` per batch."""
         self._overlap = True
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether gradients may leave during backward."""
+        return self._overlap
 
     def checkpoint_best(self) -> None:
         """The state at this step is the best so far: checkpoint it, and keep that."""
@@ -393,7 +405,7 @@ class Session:
         Where members may change it is part of a step: who repeats the step repeats it, and who skips it skips it.
         """
         if number == self._origin + 1 and self.workers > 1:
-            refuse_parted(self.all_params(), self._group)
+            refuse_parted(self._compared(), self._group)
 
     def rewind(self) -> None:
         """Back to the beginning of the step in progress: the weights are there, buffers may not be."""
@@ -456,7 +468,7 @@ class Session:
         self.step = told["step"]
         self.evaluated = told["evaluated"]
         self.log_names = list(told["logs"])
-        self.buffers.know(told["buffers"])
+        self.buffers.know(told["buffers"], told.get("counts"))
         self.keyed.load(told["draws"], proven=told["proven"])
         self._epoch = list(told["epoch"])
         self._best = False
@@ -480,6 +492,7 @@ class Session:
                 f"min_workers, max_workers: {len(self._trained)} optimizers are tracked; members can change only "
                 "where there is one"
             )
+        self.inspection.begin()
         course = self.seed, self.deterministic, self.course, total
         standing.begin(self, repr((course, self._replica.signature())))
         return self.step
@@ -491,7 +504,7 @@ class Session:
 
     def digest(self) -> bytes:
         """Of all parameters: equal where they are bitwise equal."""
-        return digest_of(self.all_params())
+        return digest_of(self._compared())
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Trained | None:
         return self._trained.get(id(optimizer))
@@ -500,7 +513,7 @@ class Session:
         """An optimizer at its first `Step.apply`: its gradients are there already and must not be cleared."""
         trained = self._train(optimizer)
         grads = [param.grad for _, param in trained.params]
-        trained.exchange.open(atoms, self._vectors(trained))
+        trained.exchange.open(atoms, *self._vectors(trained))
         for (_, param), grad in zip(trained.params, grads, strict=True):
             param.grad = grad
         return trained
@@ -510,7 +523,7 @@ class Session:
         for trained in list(self._trained.values()):
             if trained.outdated():
                 trained = self._train(trained.optimizer)
-            trained.exchange.open(atoms, self._vectors(trained))
+            trained.exchange.open(atoms, *self._vectors(trained))
         if self._untrained is None:
             mine = {id(param) for trained in self._trained.values() for _, param in trained.params}
             params = [param for module in self._replica.modules() for param in module.parameters()]
@@ -524,12 +537,28 @@ class Session:
             for trained in self._trained.values():
                 trained.exchange.arm(weighted=weighted)
 
-    def atom_done(self, atom: int, sums: Tensor) -> None:
+    def atom_done(self, atom: int, sums: Tensor, doubles: Tensor) -> None:
         for trained in self._trained.values():
-            trained.exchange.atom_done(atom, sums)
+            trained.exchange.atom_done(atom, sums, doubles)
 
     def all_params(self) -> list[tuple[str, nn.Parameter]]:
         return [pair for trained in self._trained.values() for pair in trained.params]
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """All that is tracked, and what it is made of."""
+        return [pair for prefix, thing in self._replica.named() for pair in thing.named_modules(prefix=prefix)]
+
+    def named_params(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of all tracked modules, trained or not."""
+        return [pair for prefix, thing in self._replica.named() for pair in thing.named_parameters(prefix=prefix)]
+
+    def _compared(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that must be equal on all workers."""
+        trained = self.all_params()
+        if not self.compares_untrained:
+            return trained
+        mine = {id(param) for _, param in trained}
+        return trained + [(name, param) for name, param in self.named_params() if id(param) not in mine]
 
     def rates(self) -> list[float]:
         return [
@@ -563,11 +592,6 @@ class Session:
         modules, keying = self._replica.modules(), self.keyed.keying
         seed = self.seed, *at
         return Rehearsal(modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap)
-
-    @property
-    def looks_again(self) -> bool:
-        """Whether it is this worker that examines the loss once more, later."""
-        return self.rank == 0
 
     @property
     def alone(self) -> bool:
@@ -606,13 +630,15 @@ class Session:
         self._untrained = None
         return trained
 
-    def _vectors(self, trained: Trained) -> int:
-        return self.sums_size + FLAGS + len(trained.params)
+    def _vectors(self, trained: Trained) -> tuple[int, int]:
+        sums, doubles = self.sums_size
+        return sums + FLAGS + len(trained.params), doubles
 
     @property
-    def sums_size(self) -> int:
-        """Elements of a phase's vector of sums."""
-        return HEAD + 2 * len(self.log_names) + self.buffers.size
+    def sums_size(self) -> tuple[int, int]:
+        """Elements of a phase's vectors of sums, in single and in double precision."""
+        single, double = self.buffers.sizes
+        return 2 * len(self.log_names) + single, HEAD + double
 
     def _enter_loop(self, course: Course) -> int | None:
         """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
@@ -636,7 +662,7 @@ class Session:
             )
         self.step = saved["step"]
         self.log_names = list(saved["logs"])
-        self.buffers.known = list(saved["buffers"])
+        self.buffers.resume(saved["buffers"], saved.get("counts"))
         self._older = "draws" not in saved
         if not self._older:
             self.keyed.load(saved["draws"], proven=False)
@@ -730,6 +756,7 @@ class Session:
             "logs": self.log_names,
             "buffers": self.buffers.known,
             "draws": self.keyed.tree(),
+            "counts": self.buffers.counts(),
             "epoch": self._epoch,
         }
         return trees

@@ -1,7 +1,8 @@
 """One step: its batches, its backward passes, its exchange, its update.
 
-What a step exchanges besides gradients rides in two short vectors. *Sums* are of samples: weight, loss, logs, buffers.
-*Flags* are of workers: who was asked to stop, who met something that all have to agree on, who used which parameter.
+What a step exchanges besides gradients rides in short vectors. *Sums* are of samples: weight and loss in double
+precision, logs and buffers. *Flags* are of workers: who was asked to stop, who met something that all have to agree on,
+who used which parameter.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, share
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
-from shoal.core.events import EpochDone, StepDone
+from shoal.core.events import EpochDone, Notice, StepDone
 from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
 from shoal.elastic.board import Phase
+from shoal.layouts.single import Change
+from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
@@ -41,7 +44,7 @@ FLAGS = _SAVE + 1
 new in this step, one that asks all to leave the group after it, because members are to change, and one that asks all
 for their part of a checkpoint."""
 HEAD = 2
-"""Sums before those of logs and buffers: weight, loss."""
+"""Sums in double precision before those of buffers: weight, loss."""
 
 
 class Update(NamedTuple):
@@ -183,10 +186,10 @@ class Step:
         self._committed = False
         self._broken = False
         self._rehearsal: Rehearsal | None = None
-        self.rehearsed = 0.0
-        """Seconds in rehearsals."""
         self._told: list[float] | None = None
         """The summed flags, where the exchange is part of the iteration."""
+        self.rehearsed = 0.0
+        """Seconds that examining the loss took."""
         self.overtaken = False
         """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
@@ -241,13 +244,14 @@ class Step:
         (trained,) = session.all_trained()
         standing.fault("exchange", self.number)
         with session.waiting(Phase.APPLY):
+            sums, doubles = self._sums()
             sums, flags = trained.exchange.finish(
-                self._sums(), self._flags(trained.exchange, first=True), self._weighing()
+                sums, self._flags(trained.exchange, first=True), self._weighing(), doubles
             )
             session.compare_replicas(self.number)
         self._told = flags.tolist()
         self._obey(self._told)
-        self._update = self._settle(sums, agree=self._told[_AGREE] > 0)
+        self._update = self._settle(sums, doubles, agree=self._told[_AGREE] > 0)
         session.confirm(self.number)
         session.exchanged_in = standing.term
         session.private.stands()
@@ -265,6 +269,7 @@ class Step:
             self._calls, self._judged = 0, Judgement.FINE
             self._session.asked_others = False
             self._session.buffers.before_forward()
+            self._session.inspection.forward(self._count, self.samples)
             logs, new = {name: list(entry) for name, entry in self._logs.items()}, len(self._new_logs)
             yield from self._forward(batch)
             if self._broken:
@@ -279,20 +284,22 @@ class Step:
                 raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
             self._end_batch()
             place += 1
+        self._session.inspection.close()
         self._complete = True
 
     @property
     def _may_look_again(self) -> bool:
-        return self._session.looks_again and self._phases == 1
+        return self._session.rank == 0 and self._phases == 1
 
     def _open_phase(self) -> None:
         self._refuse_unapplied()
         self._phases += 1
         self._reset()
         self._in_phase, self._complete = True, False
-        self._session.buffers.open()
+        self._session.buffers.open(self.samples)
         self._sums_size = self._session.sums_size
         self._exposed = self._session.group.account.exposed
+        self._session.inspection.open(self.number)
         self._session.open_exchanges(len(self._atoms))
         self._session.enter(Phase.COMPUTE)
         if self._session.standing is not None:
@@ -340,7 +347,8 @@ class Step:
                 parts.append(self._loop.parts(self.span, first, samples))
             return moved(parts[0](start, stop), session.device)
 
-        at, begun = (self.number, self._phases - 1), time.perf_counter()
+        begun = time.perf_counter()
+        at = self.number, self._phases - 1
         self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
         self.rehearsed += time.perf_counter() - begun
@@ -377,7 +385,9 @@ class Step:
             )
         self._form = mean
         session = self._session
-        self._judged = session.keyed.judge(redo=self._may_redo)
+        session.inspection.loss_done()
+        redo = self._calls == 0 and session.proof.possible and not session.asked_others
+        self._judged = session.keyed.judge(redo=redo)
         if self._judged is not Judgement.FINE:
             return
         self._weighted = weight is not None
@@ -399,6 +409,7 @@ class Step:
             value.backward(**options)
         else:
             value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
+        session.inspection.backward_done()
         self._calls += 1
         total = value.item() * factor
         self._loss += total
@@ -406,12 +417,6 @@ class Step:
         if self._calls == 1 or not mean:
             self._weight += weight
         self._add_logs(logs)
-
-    @property
-    def _may_redo(self) -> bool:
-        """Whether the forward under way may be computed again, and tried on parts of its batch."""
-        session = self._session
-        return self._calls == 0 and not session.asked_others and session.proof.possible
 
     def _weight_of(self, weight: float | None, mean: bool) -> float:
         """Of this forward: as the loss gives it, or in samples, or in targets where they were counted."""
@@ -444,23 +449,27 @@ class Step:
         session, span = self._session, self._spans[-1]
         session.buffers.after_forward(self._spans[0].atom, self._count)
         if session.deterministic and span.stop == self._atoms[span.atom].stop:
-            session.atom_done(span.atom, self._sums())
+            session.atom_done(span.atom, *self._sums())
             self._weight, self._loss, self._logs = 0.0, 0.0, {}
 
-    def _sums(self) -> Tensor:
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """In single precision, and in double precision."""
         session = self._session
-        values = [self._weight, self._loss]
-        for name in session.log_names:
-            values += self._logs.get(name, (0.0, 0.0))
-        head = torch.tensor(values, dtype=torch.float32, device=session.device)
+        values = [part for name in session.log_names for part in self._logs.get(name, (0.0, 0.0))]
+        sums = torch.tensor(values, dtype=torch.float32, device=session.device)
+        doubles = torch.tensor([self._weight, self._loss], dtype=torch.float64)
         buffers = session.buffers.take_sums()
-        return torch.cat([head, *buffers]) if buffers else head
+        return (
+            sums if buffers.single is None else torch.cat([sums, buffers.single]),
+            doubles if buffers.double is None else torch.cat([doubles, buffers.double]),
+        )
 
     def _flags(self, exchange: Exchange, *, first: bool) -> Tensor:
         session = self._session
         asked = session.channel.stop_asked()
         values = [float(reason == asked) for reason in REASONS]
-        values.append(float(first and bool(self._new_logs or session.buffers.changes or session.keyed.pending)))
+        news = self._new_logs or session.buffers.news or session.keyed.pending
+        values.append(float(first and bool(news)))
         values.append(float(session.standing is not None and session.standing.leaving))
         values.append(float(first and session.wants_parts(self.number + 1)))
         values += [float(used) for used in exchange.used()]
@@ -484,16 +493,18 @@ class Step:
         first = not self._applied
         self._applied.add(id(optimizer))
         told = self._told
+        session.inspection.apply(trained.params, partial=session.workers > 1 or bool(self._weighted))
         if told is None:
             # What belongs to the phase is told once, with the first optimizer.
-            sums = self._sums() if first else torch.zeros(self._sums_size, device=session.device)
+            sums, doubles = self._sums() if first else self._nothing()
             session.enter(Phase.EXCHANGE)
-            sums, flags = trained.exchange.finish(sums, self._flags(trained.exchange, first=first), self._weighing())
+            flags = self._flags(trained.exchange, first=first)
+            sums, flags = trained.exchange.finish(sums, flags, self._weighing(), doubles)
             session.enter(Phase.APPLY)
             told = flags.tolist()
             self._obey(told)
             if first:
-                self._update = self._settle(sums, agree=told[_AGREE] > 0)
+                self._update = self._settle(sums, doubles, agree=told[_AGREE] > 0)
         assert self._update is not None
         self._set_gradients(trained, told[FLAGS:], self._update.weight)
         for param in trained.frozen:
@@ -505,6 +516,10 @@ class Step:
             optimizer.step()
         self._update = self._update._replace(norm=norm)
         return self._update
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        sums, doubles = self._sums_size
+        return torch.zeros(sums, device=self._session.device), torch.zeros(doubles, dtype=torch.float64)
 
     def _weighing(self) -> Weighing | None:
         """None where sums of gradients are means already, as all samples weigh the same."""
@@ -538,15 +553,13 @@ class Step:
         if flags[_SAVE] > 0:
             self._session.parts_wanted = True
 
-    def _settle(self, sums: Tensor, *, agree: bool) -> Update:
-        """Read the summed vector; where workers met something new in this step, agree on it."""
+    def _settle(self, sums: Tensor, doubles: Tensor, *, agree: bool) -> Update:
+        """Read the summed vectors; where workers met something new in this step, agree on it."""
         session = self._session
-        values = sums[: HEAD + 2 * len(session.log_names)].tolist()
-        weight, loss = values[:HEAD]
+        weight, loss = doubles[:HEAD].tolist()
+        values = sums[: 2 * len(session.log_names)].tolist()
         logs = {
-            name: values[HEAD + 2 * at] / values[HEAD + 2 * at + 1]
-            for at, name in enumerate(session.log_names)
-            if values[HEAD + 2 * at + 1]
+            name: values[2 * at] / values[2 * at + 1] for at, name in enumerate(session.log_names) if values[2 * at + 1]
         }
         if not weight > 0.0:
             raise ConfigError(
@@ -555,12 +568,12 @@ class Step:
         loss /= weight
         if loss - loss != 0.0:
             raise self._not_finite(f"the loss is {loss}")
-        buffers = sums[HEAD + 2 * len(session.log_names) :]
-        if buffers.numel():
-            session.buffers.set_known(buffers, self.samples)
+        session.buffers.set_known(Totals(sums[2 * len(session.log_names) :], doubles[HEAD:]))
         if agree:
             logs.update(self._agree())
         session.buffers.settle()
+        for text in session.buffers.notices():
+            session.channel.emit(Notice(step=self.number + 1, text=text))
         return Update(loss, weight, None, logs)
 
     def _agree(self) -> dict[str, float]:
@@ -572,7 +585,7 @@ class Step:
             "draws": session.keyed.news(),
         }
         logs: dict[str, list[float]] = {}
-        buffers: dict[int, Tensor] = {}
+        changes: list[Change] = []
         # in order of rank, hence of atoms: the sums do not depend on the number of workers
         all_told = session.gather(mine)
         for told in all_told:
@@ -580,14 +593,13 @@ class Step:
                 entry = logs.setdefault(name, [0.0, 0.0])
                 entry[0] += total
                 entry[1] += weight
-            for number, _, total in told["buffers"]:
-                buffers[number] = buffers[number] + total if number in buffers else total
+            changes += [Change(*change) for change in told["buffers"]]
         unit = session.keyed.unit
         session.proof.agree([told["draws"] for told in all_told], self.number)
         self._per = session.keyed.unit / unit
         session.weigh_in(self._per)
         session.log_names = [*session.log_names, *sorted(logs)]
-        session.buffers.learn(buffers, self.samples)
+        session.buffers.learn(changes)
         return {name: total / weight for name, (total, weight) in logs.items()}
 
     def _set_gradients(self, trained: Trained, used: list[float], weight: float) -> None:
@@ -668,7 +680,9 @@ class Step:
                 logs=update.logs,
                 traffic=session.step_traffic(),
             )
+            session.inspection.before_telling()
             session.channel.emit(done)
+            session.inspection.after_telling()
         if session.standing is not None:
             session.standing.committed(self.number, self._shares, session.digest)
             session.standing.fault("commit", self.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.monitor.wording import counted
+from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -38,6 +39,7 @@ from shoal.trainer.arguments import (
     check_schedule,
     check_whole,
 )
+from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
@@ -57,6 +59,7 @@ from shoal.trainer.rundir import (
     runs_root,
 )
 from shoal.trainer.session import Session
+from shoal.trainer.stale import stale_callbacks
 from shoal.trainer.start import (
     Start,
     check_workers,
@@ -102,6 +105,10 @@ class Trainer(Configured):
         or "nccl"; "auto" chooses by where the workers are.
     clip: largest norm of the gradient. micro_batch: most samples a worker computes at once. ema: decay of an average of
         the weights, with which evaluation is done. seed: of order, initial weights and everything random.
+    after_step: fn(model), called once per step on every worker, after the optimizer: the place for a mean teacher,
+        clamping, counters (docs/trainer.md).
+    buffers: how buffers that a forward changes are merged, by name, where not as a mean: {"queue": "concat"}, "sum",
+        "sum:modulo=64", "sum:decay=0.99", "first" or "mean" (docs/buffers.md).
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
     strict: what the proof on the first batch finds wrong with the loss (docs/losses.md) is an error, not a notice.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
@@ -139,6 +146,8 @@ class Trainer(Configured):
         clip: float | None = None,
         micro_batch: int | None = None,
         ema: float | None = None,
+        after_step: AfterStep | None = None,
+        buffers: Mapping[str, str] | None = None,
         seed: int = 0,
         deterministic: bool = False,
         strict: bool = False,
@@ -167,12 +176,12 @@ class Trainer(Configured):
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
         self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine)
         if isinstance(self.sync, spec.Server):
-            _refuse_with_servers(deterministic=bool(deterministic), ema=ema, engine=self.engine)
+            _refuse_with_servers(deterministic=bool(deterministic), ema=ema, after_step=after_step, engine=self.engine)
         check_model(model)
         check_optimizer(optimizer)
         check_loss(loss)
         check_schedule(schedule)
-        check_functions(optional=True, collate=collate, predict=predict)
+        check_functions(optional=True, collate=collate, predict=predict, after_step=after_step)
         size = check_data(data, "data")
         if eval_data is not None:
             check_data(eval_data, "eval_data")
@@ -191,6 +200,7 @@ class Trainer(Configured):
 
         course = Course(size, batch_size)
         self.model = self._build(model, seed)
+        check_buffers(self.model, buffers, self.sync)
         self.seed = seed
         self.deterministic = bool(deterministic)
         self.strict = bool(strict)
@@ -224,6 +234,8 @@ class Trainer(Configured):
             micro_batch=micro_batch,
             ema=ema,
             eval_every=eval_every,
+            after_step=after_step,
+            buffers=None if buffers is None else dict(buffers),
         )
 
     @staticmethod
@@ -322,11 +334,11 @@ class Trainer(Configured):
         return loaded, folder
 
     def _train(self, start: Start, watch: Watch, signals: StopSignals) -> list[dict[str, Any]]:
-        recipe, model = self.recipe, self.model
+        recipe, model = self._doubted(), self.model
         watch.prepare(f"starting {self.workers} workers" if self.workers > 1 else "starting 1 worker")
         import_for_training()
         if isinstance(self.sync, spec.Server):
-            return self._train_with_servers(self.sync, start, watch, signals)
+            return self._train_with_servers(self.sync, recipe, start, watch, signals)
         forked = not is_spmd(self.engine)
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         kept: dict[str, Tensor] = {}
@@ -373,8 +385,15 @@ class Trainer(Configured):
         self.average = kept or None
         return values
 
+    def _doubted(self) -> Recipe:
+        """With what is to be said of callbacks. Where the script runs once per worker, they see what is trained."""
+        if is_spmd(self.engine):
+            return self.recipe
+        doubts = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
+        return replace(self.recipe, doubts=tuple(doubts))
+
     def _train_with_servers(
-        self, sync: spec.Server, start: Start, watch: Watch, signals: StopSignals
+        self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
         from shoal.trainer.served import Served, run_served
@@ -382,7 +401,7 @@ class Trainer(Configured):
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
         def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
-            served = Served(self.model, self.recipe, sync, self.workers, elasticity)
+            served = Served(self.model, recipe, sync, self.workers, elasticity)
             return run_served(served, start, watch, signals, hosts)
 
         return self._until_complete(attempt, start, watch)
@@ -638,7 +657,9 @@ def _elasticity(
     )
 
 
-def _refuse_with_servers(*, deterministic: bool, ema: float | None, engine: spec.Local) -> None:
+def _refuse_with_servers(
+    *, deterministic: bool, ema: float | None, after_step: AfterStep | None, engine: spec.Local
+) -> None:
     """Raises ConfigError for arguments that do not go with `sync="server"`."""
     if deterministic:
         raise ConfigError(
@@ -647,6 +668,11 @@ def _refuse_with_servers(*, deterministic: bool, ema: float | None, engine: spec
         )
     if ema is not None:
         raise ConfigError("sync='server': ema= is not available with it in this version; use sync='allreduce'")
+    if after_step is not None:
+        raise ConfigError(
+            "sync='server': after_step= changes the whole model after each step, and servers have shards of it; use "
+            "sync='allreduce', or leave after_step out"
+        )
     if is_spmd(engine):
         raise ConfigError(
             "sync='server' starts its own workers and servers, on the CPU; a launcher has started this one (or engine= "
