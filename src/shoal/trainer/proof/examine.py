@@ -20,9 +20,6 @@ BOUND = 2e-6
 """Right ones are off by 1e-7, wrong ones by 1e-5 and more."""
 HALF_BOUND = 2e-2
 """Where numbers of 16 bits compute."""
-_DOUBLE_BOUND = 1e-9
-_DOUBTFUL = 1e-2
-"""Up to here a gap may be rounding, where large terms cancel: double precision tells."""
 PARTS = 5
 """Into which samples are cut to find out whether a loss is a quotient of sums."""
 _MOST_TURNS = 8
@@ -144,8 +141,8 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
         doubled = yield from _doubled(samples, {**known, **rules})
         if doubled is not None:
             rest = gap_of(doubled[0], doubled[1:])
-            if gap < _DOUBTFUL and rest <= _DOUBLE_BOUND:
-                return replace(found, gap=gap)
+            if rest <= bound:
+                return replace(found, gap=gap)  # rounding, where large terms cancel
             taken, gap, double = doubled, rest, True
     kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
     if kind in (Kind.COUPLED, Kind.EITHER) and doubtful:

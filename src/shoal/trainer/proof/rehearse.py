@@ -10,6 +10,7 @@ in a part of the batch would end it.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import select
@@ -139,6 +140,9 @@ class Rehearsal:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
+        # they may lead elsewhere, and so may handlers
+        sys.stdout = sys.stderr = open(nothing, "w", closefd=False)  # noqa: SIM115
+        logging.disable()
         # what is garbage here is garbage in the worker too, and its finalizers are for there
         gc.disable()
         torch.set_num_threads(1)
