@@ -236,6 +236,26 @@ def test_an_own_loop_that_uses_a_batch_without_backward_is_told_so() -> None:
     worker.session.close()
 
 
+@pytest.mark.parametrize("leaves", ["error", "break"])
+def test_a_loop_that_is_left_in_a_part_goes_no_further_in_the_fork(leaves: str, tmp_path: Path) -> None:
+    """Whatever catches the error there would save a model, or begin anew."""
+    worker, after = Alone(), tmp_path / "after"
+    begun = time.monotonic()
+    try:
+        for step in worker.steps():
+            for batch in step:
+                if rehearsals.playing() is not None and leaves == "break":
+                    break
+                step.backward(F.mse_loss(worker.model(batch[0])[:, 0].view(4, 6), batch[1].view(4, 6)))
+            step.apply(worker.optimizer)
+    except RuntimeError:
+        after.touch()
+    assert not after.exists() and worker.session.step == 1 and time.monotonic() - begun < 5.0
+    worker.session.close()
+    [text] = notices(worker.events)
+    assert "not proven on the first batch: the loop was left in a part of the batch" in text
+
+
 def test_several_losses_of_a_part_add_up() -> None:
     worker = Alone(strict=True)
     for step in worker.steps():

@@ -196,6 +196,12 @@ class Rehearsal:
         self._open(ask)
         try:
             yield _doubled(batch) if ask.double else batch
+        except GeneratorExit:
+            # before anything else: what catches the error there is not to go on in the fork
+            self._leave(
+                Finding(Kind.UNPROVEN, detail="the loop was left in a part of the batch, by an error or a break")
+            )
+            raise
         finally:
             here.enter(None)
             counted.end()
