@@ -247,6 +247,7 @@ def test_a_hugging_face_model_with_padded_labels() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_are_trained_and_what_they_compute_inside_is_not_counted() -> None:
     class Whole(nn.Module):
         """The loss is part of what is compiled."""
@@ -265,16 +266,16 @@ def test_compiled_models_are_trained_and_what_they_compute_inside_is_not_counted
         return model, texts
 
     model, plain = net(), net()
-    model.compile()
+    model.compile(backend="aot_eager")
     trained, texts = fit(model, LOSSES["ignored"])
     plainly(plain, LOSSES["ignored"])
     assert close(trained, plain, 1e-5) and not texts
     inside = Whole()
-    inside.compile()
+    inside.compile(backend="aot_eager")
     _, texts = fit(inside, lambda m, b: m(b[0], b[2]))
     assert len(texts) == 1 and "is a weighted mean" in texts[0]
     whole, plain_whole = Whole(), Whole()
-    whole.compile()
+    whole.compile(backend="aot_eager")
     _, texts = fit(whole, lambda m, b: m(b[0], b[1]))  # all targets count: a mean over samples
     plainly(plain_whole, lambda m, b: m(b[0], b[1]))
     assert close(whole, plain_whole, 1e-5) and not texts

@@ -116,6 +116,24 @@ def test_quotients_of_sums_are_weighted_means(loss: Part) -> None:
     assert found.kind is Kind.WEIGHTED and 1e-4 < found.gap < 1.0
 
 
+def test_a_weighted_mean_is_found_in_few_samples_or_in_all() -> None:
+    asked: list[Ask] = []
+
+    def run_with(loss: Part) -> Finding:
+        asked.clear()
+
+        def answer(ask: Ask) -> Taken:
+            asked.append(ask)
+            return answering(loss)(ask)
+
+        return run(answer)
+
+    assert run_with(masked).kind is Kind.WEIGHTED and sum(ask.stop - ask.start for ask in asked) < 6 * ALL
+    late = np.where(np.arange(ALL) < 20, 1.0, CLASSES)  # the first ones are all of one class
+    assert run_with(lambda part: float((LOSSES * late)[part].sum() / late[part].sum())).kind is Kind.WEIGHTED
+    assert len(asked) == 3 + 3 + 1 + 15 + 15
+
+
 def test_a_sum_with_its_weight_is_proven() -> None:
     def answer(ask: Ask) -> Taken:
         part = slice(ask.start, ask.stop)

@@ -225,8 +225,7 @@ def _reason(
 ) -> Generator[Ask, Taken, tuple[Kind, str]]:
     whole, *parts = taken
     again = yield Ask(0, samples, rules, double)
-    first = yield Ask(0, samples, rules, double)
-    if again.total != first.total:
+    if again.total != whole.total:
         return _unsteady(again)
     if whole.own:
         return Kind.UNKEYED, whole.own[0]
@@ -236,8 +235,10 @@ def _reason(
             return Kind.SUM, ""
     if whole.permuted:
         return Kind.COUPLED, "torch.randperm"
-    if samples >= PARTS and (yield from _is_weighted(samples, rules, double)):
-        return Kind.WEIGHTED, ""
+    # most often a few samples show it; else, as where few of them count, only all of them do
+    for some in sorted({min(samples, PARTS), samples}):
+        if some >= PARTS and (yield from _is_weighted(some, rules, double)):
+            return Kind.WEIGHTED, ""
     if whole.others:
         return Kind.UNKEYED, " and ".join(whole.others)
     return (Kind.COUPLED if samples >= PARTS else Kind.EITHER), ""
@@ -270,8 +271,10 @@ def _is_weighted(samples: int, rules: dict[int, Rule], double: bool) -> Generato
     losses = np.array(list(found.values()))
     whole = found[0, PARTS]
     spread = float(np.abs(losses - whole).max())
-    if not np.isfinite(losses).all() or spread <= 0.0:
-        return False
+    sizes = np.diff(edges)
+    parts = sum(size * found[number, number + 1] for number, size in enumerate(sizes)) / sizes.sum()
+    if not np.isfinite(losses).all() or not abs(parts - whole) > BOUND * spread:
+        return False  # nothing can be seen in these samples
     rows = np.zeros((len(found), 2 * PARTS + 2))
     for row, ((start, stop), loss) in zip(rows, found.items(), strict=True):
         row[start:stop] = row[PARTS] = (loss - whole) / spread

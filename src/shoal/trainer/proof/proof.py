@@ -16,6 +16,9 @@ SECOND_LOOK = 50
 """Steps after which a loss is examined once more, or half of an epoch if that is less: at the start the losses of all
 samples are much alike."""
 
+_OPEN = (Kind.PROVEN, Kind.UNPROVEN)
+"""There may be more to be seen."""
+
 
 class Proof:
     """One worker's. `tell` takes notices; those of worker 0 are read."""
@@ -44,7 +47,8 @@ class Proof:
         """Whether the loss is to be examined in this step; `again`: this is who may look once more, and where."""
         if not self.possible or not self.keyed.proven:
             return self.possible
-        again = again and 0 <= self._again_at <= step
+        accused = self.keyed.finding is not None and self.keyed.finding.kind not in _OPEN
+        again = again and not accused and 0 <= self._again_at <= step
         self._again_at = -1 if again else self._again_at
         return again
 
@@ -55,11 +59,10 @@ class Proof:
         Raises ConfigError in strict runs, for what was found on the first batch.
         """
         first = not self.keyed.proven
-        before = None if first or self.keyed.finding is None else self.keyed.finding.kind
         self.keyed.found(finding, counts=counts and first)
         if not counts:
             self.keyed.guess()  # where the rehearsal has not been there
-        elif first or (before in (None, Kind.PROVEN, Kind.UNPROVEN) and finding.kind is not Kind.UNPROVEN):
+        elif first or finding.kind is not Kind.UNPROVEN:
             self._say(finding, step, refuses=first and self._strict and not alone, quiet=alone)
         self.say_of_draws(step)
 
