@@ -106,7 +106,7 @@ def test_others_tell_only_of_themselves_until_they_speak_then_all_that_is_confir
     ends.channel.speak(False)
     for step in (1, 2, 3):
         ends.channel.emit(done(step))
-    ends.channel.emit(Notice(step=3, text="everyone has this"))
+    ends.channel.emit(Notice(step=1, text="everyone has this"))
     ends.channel.emit(seen())
     assert [type(event) for event in ends.heard()] == [WorkerSeen]
     ends.channel.confirm(2)
@@ -143,6 +143,18 @@ def test_notices_from_before_anybody_speaks_are_told_by_who_does(ends: Ends) -> 
     other.channel.speak(True)
     assert other.heard() == []
     other.close()
+
+
+def test_a_notice_of_the_step_under_way_is_told_by_who_speaks_next(ends: Ends) -> None:
+    """The one who spoke may have died before it told the same."""
+    ends.channel.speak(False)
+    ends.channel.emit(Notice(step=0, text="of a step that all have done"))
+    ends.channel.emit(Notice(step=1, text="of the step under way"))
+    ends.channel.confirm(1)
+    assert ends.heard() == []
+    ends.channel.speak(True)
+    ends.channel.speak(True)
+    assert [event.text for event in ends.heard() if isinstance(event, Notice)] == ["of the step under way"]
 
 
 def test_a_complete_run_is_told_to_its_end(ends: Ends) -> None:

@@ -41,6 +41,7 @@ class ElasticChannel:
         self._pending: list[AnyEvent] = []  # to be sent once they are confirmed
         self._going: list[AnyEvent] = []  # with the next message
         self._early: deque[AnyEvent] = deque(maxlen=_KEPT)  # for people, from before anybody spoke
+        self._unsaid: list[Notice] = []  # of the step under way: who speaks may die before it has said the same
         self._flushed = time.monotonic()
         self._looked = 0.0
         self._stop: str | None = None
@@ -52,7 +53,7 @@ class ElasticChannel:
         with self._lock:
             self._sort(event)
             self._release()
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+        if isinstance(event, Notice) or time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def decide(self, event: AnyEvent) -> None:
@@ -83,7 +84,8 @@ class ElasticChannel:
         with self._lock:
             if on and not self._speaks:
                 self._pending = list(self._kept)
-                self._going += self._early
+                self._going += [*self._early, *self._unsaid]
+                self._unsaid = []
             elif not on:
                 self._pending = []
             self._speaks = on
@@ -94,6 +96,7 @@ class ElasticChannel:
         """All members have applied the steps until this one: nothing takes them back."""
         with self._lock:
             self._confirmed = max(self._confirmed, step)
+            self._unsaid = [notice for notice in self._unsaid if notice.step >= self._confirmed]
             self._release()
 
     def pending(self) -> list[AnyEvent]:
@@ -139,6 +142,8 @@ class ElasticChannel:
                 self._early.append(event)
             elif self._speaks:
                 self._going.append(event)
+            elif isinstance(event, Notice):
+                self._unsaid.append(event)
         else:
             self._kept.append(event)
             if self._speaks:

@@ -358,8 +358,9 @@ def test_a_run_that_goes_on_is_proven_anew(tmp_path: Path) -> None:
         fit(summed, steps=6, run_dir=tmp_path, resume="last", strict=True)
 
 
-def test_a_death_in_the_first_step_loses_nothing_of_it(tmp_path: Path) -> None:
-    plan = FaultPlan().kill("worker-0", step=0, at="exchange").ledger(tmp_path)
+@pytest.mark.parametrize("point", ["compute", "exchange"])
+def test_a_death_in_the_first_step_loses_nothing_of_it(point: str, tmp_path: Path) -> None:
+    plan = FaultPlan().kill("worker-0", step=0, at=point).ledger(tmp_path)
     events, _ = fit(weighted, min_workers=1, faults=plan)
     assert len(plan.fired()) == 1
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2]
