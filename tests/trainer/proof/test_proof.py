@@ -201,14 +201,7 @@ def test_items_that_collate_changes_in_place_are_the_same_in_every_part() -> Non
             item[0].mul_(2.0)
         return torch.stack([item[0] for item in items]), torch.stack([item[1] for item in items])
 
-    class Fresh:
-        def __len__(self) -> int:
-            return len(kept)
-
-        def __getitem__(self, index: int) -> Any:
-            return [kept[index][0].clone(), kept[index][1]]
-
-    assert Alone(strict=True).train(lambda m, b: F.mse_loss(m(b[0])[:, :1], b[1]), data=Fresh(), collate=collate) == []
+    assert Alone(strict=True).train(lambda m, b: F.mse_loss(m(b[0])[:, :1], b[1]), data=kept, collate=collate) == []
 
 
 # -- own loops ---------------------------------------------------------------------------------------------------------
@@ -419,17 +412,18 @@ def test_a_worker_whose_rehearsal_fails_counts_in_the_same_unit(tmp_path: Path) 
                 pass
         return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
 
-    def trained(**options: Any) -> tuple[dict[str, Any], float]:
+    def trained(workers: int) -> tuple[dict[str, Any], float]:
         torch.manual_seed(0)
-        model = Words()
-        trainer = shoal.Trainer(model, loss, sgd, TensorDataset(texts), batch_size=37, epochs=1, **options)
-        result = trainer.fit()
+        model, told = Words(), []
+        data, watch = TensorDataset(texts), [lambda event: told.append(event) if isinstance(event, StepDone) else None]
+        result = shoal.Trainer(model, loss, sgd, data, batch_size=37, workers=workers, callbacks=watch).fit()
+        assert result.loss == pytest.approx(sum(done.loss * done.samples for done in told) / len(texts), rel=1e-6)
         return dict(model.state_dict()), result.loss
 
     mark.touch()
-    one, one_loss = trained(workers=1)
+    one, one_loss = trained(1)
     mark.unlink()
-    two, two_loss = trained(workers=2)
+    two, two_loss = trained(2)
     assert mark.exists() and two_loss == pytest.approx(one_loss, rel=1e-6)
     for name, value in one.items():
         assert torch.allclose(value, two[name], rtol=1e-5, atol=1e-7)

@@ -161,9 +161,9 @@ def two_tasks(model: Any, batch: Any) -> Any:
 
 
 def in_bfloat16(model: Any, batch: Any) -> Any:
+    """Off by what half precision is off by, and it cannot be computed in double precision."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(batch[0])
-    return F.cross_entropy(out.float(), batch[1])
+        return (model(batch[0].float()) + 1).mean().float()
 
 
 def vae_mean(model: Any, batch: Any) -> Any:
@@ -575,5 +575,5 @@ def test_without_a_fork_an_error_in_a_part_proves_nothing() -> None:
 def test_an_autocast_around_all_of_it_is_seen() -> None:
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = rehearse(mlp(1), lambda m, b: (m(b[0]) + 300).float().mean(), TARGETS).finding
-    assert found is not None and found.kind is Kind.PROVEN
+        found = rehearse(mlp(1), lambda m, b: (m(b[0].float()) + 1).mean().float(), TARGETS).finding
+    assert found is not None and found.kind is Kind.PROVEN and found.gap > BOUND
