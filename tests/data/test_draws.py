@@ -326,6 +326,8 @@ def test_data_that_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(owner, name, lambda *given: (seeds.append(given), seed(*given)))
 
     seed_others(0)  # what tests before this one did does not count
+    for source in (PYTHON, NUMPY):
+        monkeypatch.setattr(source, "_shared", False)
     count(PYTHON, "_seed")
     count(NUMPY, "_seed")
     count(_Torch, "seed")
