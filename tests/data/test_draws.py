@@ -328,6 +328,7 @@ def test_data_that_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) 
     seed_others(0)  # what tests before this one did does not count
     for source in (PYTHON, NUMPY):
         monkeypatch.setattr(source, "_shared", False)
+        monkeypatch.setattr(source, "_doubted", False)
     count(PYTHON, "_seed")
     count(NUMPY, "_seed")
     count(_Torch, "seed")
