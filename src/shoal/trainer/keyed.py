@@ -63,14 +63,15 @@ class Keyed:
     def enter(self, step: int, phase: int, positions: range, device: torch.device) -> None:
         """A forward of samples at these positions of a step begins."""
         counted.begin()
+        seed = seed_of(self._seed, step, phase)
         if not self.keying.by_forward:
-            self._others(seed_of(self._seed, step, phase))
-            self._forward = Forward(self.keying, positions, seed_of(self._seed, step, phase))
+            self._others(seed)
+            self._forward = Forward(self.keying, positions, seed)
             self._forward.begin(others=False)
             here.enter(self._forward)
             return
         self._forward = None
-        seed_others(seed_of(self._seed, step, phase))
+        seed_others(seed)
         key = seed_by_forward(self._seed, step, phase, positions.start)
         torch.default_generator.manual_seed(key)
         if device.type == "cuda":
