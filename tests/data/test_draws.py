@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, Subset
 from shoal.data.fetch import Fetcher, Positions
 from shoal.data.generators import Draws, _Torch, global_sources
 from shoal.data.loader import Loader
+from shoal.draws.others import NUMPY, PYTHON, seed_others
 
 SIZE = 12
 Draw = Callable[[], float]
@@ -320,12 +321,17 @@ def test_data_that_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) 
             asked.append(len(indices))
             return super().__getitems__(indices)
 
-    def count(place: str, seed: Callable[..., None]) -> None:
-        monkeypatch.setattr(place, lambda *given: (seeds.append(given), seed(*given)))
+    def count(owner: Any, name: str) -> None:
+        seed = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (seeds.append(given), seed(*given)))
 
-    count("random.seed", random.seed)
-    count("numpy.random.seed", np.random.seed)
-    count("shoal.data.generators._Torch.seed", _Torch.seed)
+    seed_others(0)  # what tests before this one did does not count
+    for source in (PYTHON, NUMPY):
+        monkeypatch.setattr(source, "_shared", False)
+        monkeypatch.setattr(source, "_doubted", False)
+    count(PYTHON, "_seed")
+    count(NUMPY, "_seed")
+    count(_Torch, "seed")
     fetcher = Fetcher(Plain(lambda: 1.0), list)
     for _ in range(10):
         fetcher.fetch((Positions(range(SIZE), 0, 0),))

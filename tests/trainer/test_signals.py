@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.core.events import AnyEvent, RunEnded, StepDone
 from shoal.core.permutation import Permutation
+from shoal.trainer.proof.rehearse import playing
 from shoal.trainer.step import order_key
 
 SCRIPT = textwrap.dedent(
@@ -219,7 +220,7 @@ def test_a_killed_worker_is_named_and_ends_the_run(tmp_path: Path, rank: int, po
     sample = Permutation(64, order_key(0, 0)).span(position, position + 1)[0]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        if (batch == sample).any():
+        if (batch == sample).any() and playing() is None:
             with suppress(FileExistsError), open(tmp_path / "pid", "x") as file:
                 file.write(str(os.getpid()))
         return square(model, batch / 64)

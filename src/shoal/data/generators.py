@@ -7,17 +7,17 @@ that draws nothing is therefore never seeded, and what is drawn depends on the s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from shoal.draws.others import NUMPY, PYTHON, numpy_word
+
 _UINT32 = 0xFFFF_FFFF
 _UINT64 = 0xFFFF_FFFF_FFFF_FFFF
-# torch and numpy grow the same Mersenne Twister state from the same 32 bits, so the two need different ones
-_NUMPY_SALT = 0x9E37_79B9
 
 
 class Source(Protocol):
@@ -78,59 +78,7 @@ class Draws:
 
 def global_sources() -> list[Source]:
     """The generators of `random`, numpy and torch that need no object."""
-    twin, numpy_twin = random.Random(0), np.random.RandomState(0)
-    return [
-        _Twinned(random.seed, random.random, twin.seed, twin.random),
-        _Twinned(
-            # also when nobody has imported numpy.random yet: it would then seed itself in the middle of an item
-            lambda seed: np.random.seed(_word(seed ^ _NUMPY_SALT)),
-            np.random.random_sample,
-            lambda seed: numpy_twin.seed(_word(seed ^ _NUMPY_SALT)),
-            numpy_twin.random_sample,
-        ),
-        _Torch(torch.default_generator, 0),
-    ]
-
-
-class _Twinned:
-    """A generator that is watched by a twin: their next numbers are equal as long as nobody has drawn from one.
-
-    Reading a state takes longer than many an item (35 us for numpy's).
-    """
-
-    def __init__(
-        self,
-        seed: Callable[[int], None],
-        draw: Callable[[], float],
-        seed_twin: Callable[[int], None],
-        draw_twin: Callable[[], float],
-    ) -> None:
-        self.certain = False
-        self._seed, self._draw = seed, draw
-        self._seed_twin, self._draw_twin = seed_twin, draw_twin
-        self._in_step = False
-        self._doubted = False
-        self._shared = False
-        """Whether others draw too, between fetches: then the twins are put in step before each."""
-
-    def seed(self, seed: int) -> None:
-        self._in_step = False
-        self._seed(seed)
-
-    def begin(self, seed: int) -> None:
-        self.certain = self._shared or not self._in_step
-        if self.certain:
-            self._seed(seed)
-            self._seed_twin(seed)
-            self._in_step = True
-
-    def moved(self) -> bool:
-        self._in_step = self._draw() == self._draw_twin()
-        if self.certain and self._doubted:
-            self._shared, self._doubted = self._in_step, False
-        elif not self._in_step:
-            self._doubted = True
-        return not self._in_step
+    return [PYTHON, NUMPY, _Torch(torch.default_generator, 0)]
 
 
 # ---- those that a data set has of its own
@@ -231,7 +179,7 @@ class _NumpyState(_Own):
     def seed(self, seed: int) -> None:
         seed ^= self._salt
         if self._bits is np.random.MT19937:
-            self._generator.seed(_word(seed))
+            self._generator.seed(numpy_word(seed))
         else:
             made = np.random.RandomState(self._bits(seed & _UINT64))
             self._generator.set_state(made.get_state(legacy=False))
@@ -277,11 +225,6 @@ class _Congruential(_Bits):
         state, step = int.from_bytes(words[:16], "little"), int.from_bytes(words[16:], "little") | 1
         inner = {"state": state, "inc": step}
         return {"bit_generator": type(self._bits).__name__, "state": inner, "has_uint32": 0, "uinteger": 0}
-
-
-def _word(seed: int) -> int:
-    # one word, because an array of two costs five times as much
-    return (seed >> 32 ^ seed) & _UINT32
 
 
 def _same(left: Any, right: Any) -> bool:

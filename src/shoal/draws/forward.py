@@ -6,7 +6,6 @@ checkpointing replays it. The salt then tells a replayed draw from a new one: on
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from shoal.core.keys import derive
 from shoal.draws.hashing import Grid, Keys, keys, spread
+from shoal.draws.others import seed_others
 from shoal.draws.sites import SHARED, Names, Rule, Seen, Shape, fits, guess, site
 
 _NOBODY = spread(np.array([-1]))
 """In place of a position, for draws that belong to no sample."""
 _ANOTHER = 0xD1B54A32D192ED03
-_UINT32 = 0xFFFF_FFFF
 _random_ = torch.Tensor.random_
 
 
@@ -182,10 +181,3 @@ def seed_of(seed: int, step: int, phase: int) -> int:
 def seed_by_forward(seed: int, step: int, phase: int, first: int) -> int:
     """Their seed where draws are by the forward: another one for each."""
     return derive(seed, "alone", step, phase, first)
-
-
-def seed_others(seed: int) -> None:
-    """Python's and numpy's generators."""
-    random.seed(seed)
-    # torch and numpy grow the same state from the same 32 bits, so the two get different ones
-    np.random.seed((seed >> 32 ^ seed ^ 0x9E37_79B9) & _UINT32)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.core.keys import derive
-from shoal.draws.forward import seed_others
+from shoal.draws.others import seed_others
 
 AfterStep = Callable[[nn.Module], Any]
 

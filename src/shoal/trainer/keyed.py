@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shoal.draws import here
-from shoal.draws.forward import Forward, Keying, seed_by_forward, seed_of, seed_others
+from shoal.draws.forward import Forward, Keying, seed_by_forward, seed_of
+from shoal.draws.others import others_moved, seed_others, watch_others
 from shoal.draws.sites import Names, Rule, as_tree, from_tree, guess
 from shoal.draws.stand import standing
 from shoal.trainer import counted
@@ -25,7 +26,7 @@ class Judgement(Enum):
 
     FINE = "fine"
     AGAIN = "again"
-    """Something drew past us: draws are seeded by the forward from now on."""
+    """Something was drawn that was not seeded as it should be, and will be from now on."""
     LEARN = "learn"
     """Something was drawn at a new site."""
 
@@ -50,6 +51,8 @@ class Keyed:
         self._seed = seed
         self._forward: Forward | None = None
         self._rehearsals = 0
+        self._draws_others = False
+        """Whether a forward was seen to draw from Python's or numpy's generator."""
 
     def within(self) -> AbstractContextManager[Any]:
         """Around all steps of a loop."""
@@ -63,17 +66,26 @@ class Keyed:
     def enter(self, step: int, phase: int, positions: range, device: torch.device) -> None:
         """A forward of samples at these positions of a step begins."""
         counted.begin()
+        seed = seed_of(self._seed, step, phase)
         if not self.keying.by_forward:
-            self._forward = Forward(self.keying, positions, seed_of(self._seed, step, phase))
-            self._forward.begin()
+            self._others(seed)
+            self._forward = Forward(self.keying, positions, seed)
+            self._forward.begin(others=False)
             here.enter(self._forward)
             return
         self._forward = None
-        seed_others(seed_of(self._seed, step, phase))
+        seed_others(seed)
         key = seed_by_forward(self._seed, step, phase, positions.start)
         torch.default_generator.manual_seed(key)
         if device.type == "cuda":
             torch.cuda.manual_seed(key)
+
+    def _others(self, seed: int) -> None:
+        """Python's and numpy's generators: seeded once they are seen to be drawn from, and watched until then."""
+        if self._draws_others:
+            seed_others(seed)
+        else:
+            watch_others(seed)
 
     def leave(self) -> None:
         here.enter(None)
@@ -90,6 +102,10 @@ class Keyed:
                 why = "one place in the code draws for samples in different ways"
             self.by_forward(why)
             return Judgement.AGAIN if redo else Judgement.FINE
+        if not self._draws_others and others_moved():
+            self._draws_others = True
+            if redo:
+                return Judgement.AGAIN
         self.draws = self.draws or forward.drew
         if forward.new():
             self._rehearsals += 1

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -456,8 +457,9 @@ class Step:
         """In single precision, and in double precision."""
         session = self._session
         values = [part for name in session.log_names for part in self._logs.get(name, (0.0, 0.0))]
-        sums = torch.tensor(values, dtype=torch.float32, device=session.device)
-        doubles = torch.tensor([self._weight, self._loss], dtype=torch.float64)
+        # by numpy, which takes a fifth of the time of torch.tensor
+        sums = torch.from_numpy(np.array(values, np.float32)).to(session.device)
+        doubles = torch.from_numpy(np.array([self._weight, self._loss], np.float64))
         buffers = session.buffers.take_sums()
         return (
             sums if buffers.single is None else torch.cat([sums, buffers.single]),
@@ -472,8 +474,8 @@ class Step:
         values.append(float(first and bool(news)))
         values.append(float(session.standing is not None and session.standing.leaving))
         values.append(float(first and session.wants_parts(self.number + 1)))
-        values += [float(used) for used in exchange.used()]
-        return torch.tensor(values, dtype=torch.float32, device=session.device)
+        values += exchange.used()
+        return torch.from_numpy(np.array(values, np.float32)).to(session.device)
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -556,8 +558,8 @@ class Step:
     def _settle(self, sums: Tensor, doubles: Tensor, *, agree: bool) -> Update:
         """Read the summed vectors; where workers met something new in this step, agree on it."""
         session = self._session
-        weight, loss = doubles[:HEAD].tolist()
-        values = sums[: 2 * len(session.log_names)].tolist()
+        weight, loss = doubles.tolist()[:HEAD]
+        values = sums[: 2 * len(session.log_names)].tolist() if session.log_names else []
         logs = {
             name: values[2 * at] / values[2 * at + 1] for at, name in enumerate(session.log_names) if values[2 * at + 1]
         }
