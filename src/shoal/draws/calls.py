@@ -64,8 +64,8 @@ class Calls:
         if self.keying.by_forward:
             torch.default_generator.manual_seed(derive(seed, first + start))
             return compute(start, stop), forward
-        here.enter(forward)
+        around = here.enter(forward)
         try:
             return compute(start, stop), forward
         finally:
-            here.enter(None)
+            here.enter(around)

@@ -6,17 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.draws.forward import Forward
 
 _current: Forward | None = None
 _PLAIN = (Tensor, nn.Parameter)
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def enter(forward: Forward | None) -> None:
-    """From now on draws belong to this forward; with None they are torch's own again."""
+def enter(forward: Forward | None) -> Forward | None:
+    """From now on draws belong to this forward; with None they are torch's own again. Returns the one before."""
     global _current
-    _current = forward
+    before, _current = _current, forward
+    return before
 
 
 def forward_now() -> Forward | None:
@@ -33,7 +36,8 @@ def forward_for(tensor: Tensor) -> Forward | None:
     if forward is None:
         return None
     if type(tensor) not in _PLAIN or not tensor.is_cpu or torch._C._functorch.peek_interpreter_stack() is not None:
-        forward.past = _what(tensor)
+        if not isinstance(tensor, FakeTensor):  # of a graph that is made; nothing is drawn
+            forward.past = _what(tensor)
         return None
     return forward
 
@@ -43,11 +47,20 @@ def forward_on(device: Any) -> Forward | None:
     forward = forward_now()
     if forward is None:
         return None
-    kind = torch.get_default_device() if device is None else torch.device(device)
-    if kind.type != "cpu" or torch._C._functorch.peek_interpreter_stack() is not None:
-        forward.past = f"on {kind.type}"
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
+        return None  # nothing is drawn: a graph is made
+    kind = _device(device)
+    if kind != "cpu" or torch._C._functorch.peek_interpreter_stack() is not None:
+        forward.past = f"on {kind}" if kind != "cpu" else "inside torch.func"
         return None
     return forward
+
+
+def _device(device: Any) -> str:
+    if device is not None:
+        return torch.device(device).type
+    # a default other than the CPU is a mode
+    return torch.get_default_device().type if torch._C._len_torch_function_stack() else "cpu"
 
 
 def _what(tensor: Tensor) -> str:

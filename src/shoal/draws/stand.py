@@ -31,7 +31,8 @@ def _places() -> list[Place]:
                 (owner, f"feature_dropout{tail}", partial(feature, alpha=False)),
                 (owner, f"feature_alpha_dropout{tail}", partial(feature, alpha=True)),
             ]
-    places += [(vf, name, recurrent.make_recurrent) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+        networks = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        places += [(owner, name, recurrent.make_recurrent) for name in networks]
     places += [
         (torch, "rand", partial(sampling.make_maker, kind="rand", make=sampling.UNIFORM)),
         (torch, "randn", partial(sampling.make_maker, kind="randn", make=sampling.NORMAL)),
@@ -43,7 +44,8 @@ def _places() -> list[Place]:
         (torch, "bernoulli", sampling.make_bernoulli),
         (torch, "multinomial", sampling.make_multinomial),
         (torch, "randperm", sampling.make_randperm),
-        (torch, "rrelu", sampling.make_rrelu),
+        (torch, "rrelu", partial(sampling.make_rrelu, inplace=False)),
+        (torch, "rrelu_", partial(sampling.make_rrelu, inplace=True)),
         (torch.Tensor, "bernoulli", sampling.make_bernoulli),
         (torch.Tensor, "multinomial", sampling.make_multinomial),
     ]
