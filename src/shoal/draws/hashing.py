@@ -1,13 +1,14 @@
 """32-bit numbers from (salt, position of the sample, coordinates of the element), by a hash without state.
 
-A row has a key of 64 bits: half of it is added to the words of its elements before the first round of the hash, half
-is xored in between rounds, so that two rows never run into each other. An element is known by its coordinates: a row
-that is padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache: per
+A row has a key of 64 bits: half of it is added to the words of its elements, half is xored to the sums, so that two
+rows never run into each other, and both go through all rounds of the hash. An element is known by its coordinates: a
+row that is padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache: per
 element it costs about a fifth of torch's generator.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ BLOCK = 1 << 15
 """Elements made at once."""
 _KEPT = 1 << 20
 """Words of elements that are kept for the next draws of the same shapes."""
+_LEAST, _MOST = 1 << 8, 1 << 18
+"""How many words the inner dimensions of a long row have."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
@@ -32,6 +35,7 @@ _ODD_1, _ODD_2, _ODD_3 = np.uint32(2654435769), np.uint32(2146121005), np.uint32
 _LOW = 0 if sys.byteorder == "little" else 1
 """Where the lower half of a word of 64 bits lies."""
 _15, _16 = np.uint32(15), np.uint32(16)
+_NONE: Words = np.empty(0, np.uint32)
 
 
 class Keys(NamedTuple):
@@ -71,41 +75,60 @@ def _mixed(words: Words) -> Words:
 
 
 class Elements:
-    """The words of a row's elements, in order. Those of a long row are put together piece by piece, as sums."""
+    """The words of a row's elements, in order: sums of a word for each coordinate.
+
+    Those of a long row are put together piece by piece, from words for its inner and for its outer dimensions.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._inner = _along(len(shape) - 1, shape[-1]) if shape else np.zeros(1, np.uint32)
-        self._outer: Words = np.zeros((), np.uint32)
-        for dimension, size in enumerate(shape[:-1]):
-            self._outer = self._outer[..., None] + _along(dimension, size)
-        self._outer = self._outer.reshape(-1)
-        self.size = self._outer.size * self._inner.size
-        self._whole = self._sums(0, self._outer.size) if self.size <= BLOCK else None
+        self._shape = shape
+        self.size = math.prod(shape)
+        at, length = len(shape), 1
+        while at and (length < _LEAST or self.size <= BLOCK):
+            at -= 1
+            length *= shape[at]
+        # too long to keep: its pieces are made from the numbers of the elements
+        self._long = length > _MOST
+        self._length = length
+        self._inner = _NONE if self._long else _sums(shape, at, len(shape))
+        self._outer = _NONE if self._long else _sums(shape, 0, at)
 
     def piece(self, start: int, stop: int) -> Words:
         """From one element up to another."""
-        if self._whole is not None:
-            return self._whole[start:stop]
-        length = self._inner.size
-        first, last = start // length, (stop - 1) // length
-        if first == last:
-            one: Words = self._outer[first] + self._inner[start - first * length : stop - first * length]
-            return one
-        return self._sums(first, last + 1)[start - first * length : stop - first * length]
+        if self._long:
+            return self._of(np.arange(start, stop))
+        first, last = start // self._length, (stop - 1) // self._length
+        where = slice(start - first * self._length, stop - first * self._length)
+        if not self._outer.size > 1:
+            return self._inner[where]
+        outer = self._outer[first : last + 1]
+        return (outer + self._inner[where]) if first == last else (outer[:, None] + self._inner).reshape(-1)[where]
 
-    def _sums(self, start: int, stop: int) -> Words:
-        return (self._outer[start:stop, None] + self._inner).reshape(-1)
+    def _of(self, numbers: NDArray[np.int64]) -> Words:
+        words = np.zeros(numbers.size, np.uint32)
+        for dimension in reversed(range(len(self._shape))):
+            numbers, coordinates = np.divmod(numbers, self._shape[dimension])
+            words += _along(dimension, coordinates.astype(np.uint32))
+        return words
 
     @property
     def kept(self) -> int:
         """How many words this keeps."""
-        return self._outer.size + self._inner.size + (0 if self._whole is None else self.size)
+        return self._outer.size + self._inner.size
 
 
-def _along(dimension: int, size: int) -> Words:
+def _along(dimension: int, coordinates: Words) -> Words:
     # far apart, so that no two dimensions have a word in common
     start = np.uint32((dimension + 1) * int(_ODD_1) & 0xFFFF_FFFF)
-    return _mixed((np.arange(size, dtype=np.uint32) + start) * _ODD_1)
+    return _mixed((coordinates + start) * _ODD_1)
+
+
+def _sums(shape: tuple[int, ...], start: int, stop: int) -> Words:
+    """Over these dimensions, in order."""
+    words: Words = np.zeros((), np.uint32)
+    for dimension in range(start, stop):
+        words = words[..., None] + _along(dimension, np.arange(shape[dimension], dtype=np.uint32))
+    return words.reshape(-1)
 
 
 class _Kept:
@@ -193,10 +216,10 @@ def _hash(first: Any, second: Any, words: Words, shape: tuple[int, ...]) -> Word
     flat = _numbers[:size]
     x, t = flat.reshape(shape), _shifted[:size].reshape(shape)
     np.add(first, words, out=x)
+    np.bitwise_xor(x, second, out=x)
     np.right_shift(x, _16, out=t)
     np.bitwise_xor(x, t, out=x)
     np.multiply(x, _ODD_2, out=x)
-    np.bitwise_xor(x, second, out=x)
     np.right_shift(x, _15, out=t)
     np.bitwise_xor(x, t, out=x)
     np.multiply(x, _ODD_3, out=x)

@@ -162,6 +162,8 @@ def make_normal(original: Any) -> Callable[..., Tensor]:
             shape, wanted = tuple(torch.broadcast_shapes(*both)), tensor.dtype
         drawn = _normal(forward.draw("normal", shape), wanted).to(wanted).view(shape)
         with torch.no_grad():  # as torch has it: what is drawn does not depend on these
+            if bool((std < 0).any() if isinstance(std, Tensor) else std < 0):
+                raise RuntimeError("normal expects all elements of std >= 0.0")
             return drawn.mul_(std).add_(mean)
 
     return normal
@@ -178,6 +180,8 @@ def make_bernoulli(original: Any) -> Callable[..., Tensor]:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         drawn = _uniform(forward.draw("bernoulli", shape), wide).view(shape)
         with torch.no_grad():
+            if p is None and not bool(torch.logical_and(input >= 0, input <= 1).all()):
+                return original(input)  # type: ignore[no-any-return]  # refuses it
             return (drawn < (input if p is None else p)).to(input.dtype)
 
     return bernoulli
@@ -299,6 +303,7 @@ def make_filler(
                 options["generator"] = generator
             return original(self, *given, **options)  # type: ignore[no-any-return]
         shape = tuple(self.shape)
+        original(self.new_empty(0), *given, **options)  # draws nothing, and refuses what it always does
         flat = [each.expand(shape).reshape(-1) if isinstance(each, Tensor) else each for each in settings]
         return self.copy_(make(forward.draw(kind, shape), self.dtype, *flat).view(shape))
 
