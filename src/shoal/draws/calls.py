@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from shoal.core.keys import derive
@@ -14,6 +17,21 @@ from shoal.draws.sites import learn
 from shoal.draws.stand import standing
 
 Made = TypeVar("Made")
+
+
+@contextmanager
+def _undisturbed(around: Forward | None) -> Iterator[None]:
+    """A forward that is under way goes on afterwards as if nothing had been."""
+    if around is None:
+        yield
+        return
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 class Calls:
@@ -34,7 +52,7 @@ class Calls:
 
         It may be called several times, and on parts: what it changes must be of no account.
         """
-        with standing():
+        with standing(), _undisturbed(here.forward_now()):
             made, forward = self._once(first, 0, samples, seed, compute)
             if self.keying.by_forward:
                 return made
