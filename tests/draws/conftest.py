@@ -23,7 +23,10 @@ CUTS = ((), (5,), (2, 9))
 
 
 _code: dict[str, Any] = {}
-exec(compile("def call(compute, *given): return compute(*given)", f"{Path(shoal.__file__).parent}/worker.py", "exec"), _code)
+exec(
+    compile("def call(compute, *given): return compute(*given)", f"{Path(shoal.__file__).parent}/worker.py", "exec"),
+    _code,
+)
 _call = _code["call"]
 """As by a worker: lines that lead here are of no account."""
 
