@@ -71,10 +71,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()  # without it, reentrant checkpoints give no gradients
         for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
             x = F.dropout(x, 0.1)
         return x
 

@@ -144,6 +144,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a probability above 1": lambda: torch.empty(N).bernoulli_(1.5),
     "a probability below 0": lambda: torch.bernoulli(X),
     "negative deviations": lambda: torch.normal(X, X),
+    "a negative number of events": lambda: torch.poisson(-torch.ones(N, 3)),
     "a leaf that has a gradient": lambda: torch.zeros(N, requires_grad=True).normal_(),
 }
 
@@ -167,6 +168,38 @@ def test_what_is_overwritten_has_no_gradient(check: Any) -> None:
 def test_gradients_flow_through_a_draw(check: Any, form: str) -> None:
     net = nn.Linear(6, 6)
     check.gradients(net, lambda start, stop: (FORMS[form](net(X[start:stop])) * X[start:stop]).sum(), N)
+
+
+REJECTION: dict[str, Callable[[Tensor], Tensor]] = {
+    "gamma": lambda x: torch._standard_gamma(x),
+    "dirichlet": lambda x: torch._sample_dirichlet(x),
+    "poisson": lambda x: torch.poisson(x),
+}
+
+
+@pytest.mark.parametrize("form", REJECTION)
+def test_elements_that_take_several_tries_have_their_own(check: Any, form: str) -> None:
+    """In a part that is padded to another length, and in multiples of the samples."""
+    draw, x = REJECTION[form], X.exp() * 9
+    wide = F.pad(x, (0, 3), value=2.0)
+    if form != "dirichlet":  # whose elements belong together
+        one, other = (check.play(lambda start, stop, y=y: draw(y), N).part(0, N)[0] for y in (x, wide))
+        assert torch.equal(one, other[:, :6])
+    check.values(lambda start, stop: draw(x[start:stop].repeat_interleave(3, 0)), N)
+    assert check.play(lambda start, stop: draw(x.bfloat16()), N).part(0, N)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", ["gamma", "poisson"])
+@pytest.mark.parametrize("setting", [1e-3, 0.3, 1.0, 3.0, 9.9, 10.1, 30.0, 1e4])
+def test_their_moments(check: Any, form: str, setting: float) -> None:
+    size, x = 60_000, torch.full((100, 600), setting, dtype=torch.float64)
+    found = check.play(lambda start, stop: REJECTION[form](x), 100).part(0, 100)[0] - setting
+    fourth = 3 * setting**2 + (6 * setting if form == "gamma" else setting)
+    assert abs(float(found.mean())) < 4.5 * (setting / size) ** 0.5
+    assert abs(float(found.square().mean()) - setting) < 4.5 * ((fourth - setting**2) / size) ** 0.5
+    if form == "gamma":
+        third, spread = 2 * setting, 15 * setting**3 + 130 * setting**2 + 120 * setting
+        assert abs(float((found**3).mean()) - third) < 4.5 * (spread / size) ** 0.5
 
 
 def test_a_draw_without_samples_is_equal_in_all_forwards(check: Any) -> None:
@@ -237,7 +270,7 @@ def test_short_types_stay_within_bounds(check: Any, dtype: torch.dtype) -> None:
         return [torch.rand_like(x), torch.rand(N, 20_000, dtype=dtype), x.uniform_()]
 
     for drawn in check.play(compute, N).part(0, N)[0]:
-        assert drawn.dtype == dtype and 0 < float(drawn.min()) and float(drawn.max()) < 1
+        assert drawn.dtype == dtype and float(drawn.min()) > 0 and float(drawn.max()) < 1
         assert abs(float(drawn.double().mean()) - 0.5) < 0.003
 
 

@@ -25,7 +25,7 @@ _ANOTHER = 0xD1B54A32D192ED03
 _UINT32, _U64 = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
 _TURN, _PLACE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9
 _random_, _item = torch.Tensor.random_, torch.Tensor.item
-_token = torch.empty(1, dtype=torch.int64)
+_token = torch.empty(1, dtype=torch.int64, device="cpu")
 _twin = torch.Generator()
 
 
@@ -167,7 +167,7 @@ class Forward:
         if self.past:
             return True
         _twin.manual_seed(self._seed)
-        expected = torch.empty(len(self._tokens) + 1, dtype=torch.int64)
+        expected = torch.empty(len(self._tokens) + 1, dtype=torch.int64, device="cpu")
         _random_(expected, generator=_twin)
         token = _next_token()
         # a token like the others, should this be asked again

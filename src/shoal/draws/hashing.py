@@ -2,8 +2,8 @@
 
 A row has a key of 64 bits: half of it is added to the words of its elements, half is xored to the sums, so that two
 rows never run into each other, and both go through all rounds of the hash. An element is known by its coordinates: a
-row that is padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache: per
-element it costs about a fifth of torch's generator.
+row that is padded to another length has the same numbers. The work is done in numpy, in blocks that stay in the cache:
+per element it costs about a fifth of torch's generator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint32]
 Array = NDArray[Any]
 
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 """Elements made at once."""
 _KEPT = 1 << 20
 """Words of elements that are kept for the next draws of the same shapes."""

@@ -258,6 +258,18 @@ def make_rrelu(original: Any, *, inplace: bool) -> Callable[..., Tensor]:
     return rrelu
 
 
+def make_by_element(original: Any, kind: str, make: Callable[[Draw, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Of `torch.poisson` and others that have one tensor of settings."""
+
+    def by_element(input: Tensor, generator: Any = None) -> Tensor:
+        forward = _own(forward_for(input), generator, f"torch.{kind}")
+        if forward is None:
+            return original(input, generator)  # type: ignore[no-any-return]
+        return make(forward.draw(kind, input.shape), input)
+
+    return by_element
+
+
 def make_by_row(original: Any, kind: str) -> Callable[..., Tensor]:
     """Of distributions that need an unknown number of draws per element: each row has a generator of its own."""
 

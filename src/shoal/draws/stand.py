@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shoal.draws import attention, dropout, recurrent, sampling
+from shoal.draws import attention, dropout, recurrent, rejection, sampling
 from shoal.draws.replacing import Place, Replacing
 
 
@@ -49,8 +49,15 @@ def _places() -> list[Place]:
         (torch.Tensor, "bernoulli", sampling.make_bernoulli),
         (torch.Tensor, "multinomial", sampling.make_multinomial),
     ]
-    by_row = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-    places += [(torch, name, partial(sampling.make_by_row, kind=name)) for name in by_row]
+    by_element = {
+        "poisson": rejection.sample_poisson,
+        "_standard_gamma": rejection.standard_gamma,
+        "_sample_dirichlet": rejection.sample_dirichlet,
+    }
+    places += [
+        (torch, name, partial(sampling.make_by_element, kind=name, make=by_element[name])) for name in by_element
+    ]
+    places += [(torch, "binomial", partial(sampling.make_by_row, kind="binomial"))]
     places += [(torch.Tensor, name, _filler(name, *settings)) for name, *settings in _FILLERS]
     return places
 
