@@ -23,7 +23,10 @@ from shoal.draws.forward import Forward, Keying, seed_by_forward
 from shoal.draws.stand import standing
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning", "ignore:`torch.jit.script_method`:DeprecationWarning"
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
+    "ignore:`torch.jit.trace`:DeprecationWarning",
+    "ignore:The PyTorch API of nested tensors:UserWarning",
+    "ignore:`torch.jit.script_method`:DeprecationWarning",
 )
 N = 13
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1))
@@ -53,6 +56,10 @@ PAST: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "vmap, noise": lambda: torch.func.vmap(lambda x: x + torch.randn(6), randomness="different"),
     "a gradient": lambda: lambda x: torch.func.grad(lambda y: F.dropout(y, 0.5).sum())(x),
     "a kind of tensor": lambda: lambda x: F.dropout(x.as_subclass(Marked), 0.5),
+    "a nested tensor": lambda: lambda x: F.dropout(torch.nested.nested_tensor([x[0], x[1, :3]]), 0.5),
+    "a trace": lambda: torch.jit.trace(lambda x: F.dropout(x, 0.5), X, check_trace=False),
+    "a trace that is made": lambda: lambda x: torch.jit.trace(lambda x: F.dropout(x, 0.5), x, check_trace=False),
+    "complex numbers in place": lambda: lambda x: torch.complex(x, x).normal_(),
     "a seed in the forward": lambda: lambda x: (torch.manual_seed(0), F.dropout(x, 0.5))[1],
     "an unkeyed fill": lambda: lambda x: nn.init._no_grad_normal_(x.clone(), 0.0, 1.0) + torch.ops.aten.rand_like(x),
 }
@@ -130,6 +137,33 @@ def test_calls_depend_on_positions_alone() -> None:
 
     whole = made()
     for edges in ((1, 2, 3), (10,), (23,)):
+        assert torch.equal(made(*edges), whole)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_calls_find_out_how_copies_of_samples_lie(outside: bool) -> None:
+    """Copies of the whole batch, as for Monte Carlo dropout; or copies of each sample."""
+
+    def compute(start: int, stop: int) -> dict[str, Tensor]:
+        count = stop - start
+        if outside:
+            return {"a": F.dropout(torch.ones(4 * count, 9), 0.5).view(count, 4, 9)}
+        return {"a": F.dropout(torch.ones(4 * count, 9), 0.5).view(4, count, 9).transpose(0, 1)}
+
+    def made(*edges: int) -> Tensor:
+        calls, parts = Calls(), []
+        for first, last in zip([0, *edges], [*edges, 24], strict=True):
+            parts.append(
+                calls.make(first, last - first, 5, lambda a, b, first=first: compute(first + a, first + b))["a"]
+            )
+        return torch.cat(parts)
+
+    calls = Calls()
+    calls.make(0, 24, 5, compute)
+    assert len(calls.keying.rules) == 1, "one place in the code was taken for several"
+    whole = made()
+    assert len({str(row) for row in whole.view(-1, 9)}) > 80
+    for edges in ((10,), (5, 7, 20)):
         assert torch.equal(made(*edges), whole)
 
 

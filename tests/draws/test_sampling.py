@@ -27,6 +27,8 @@ FORMS: dict[str, Form] = {
     "rand": lambda x: torch.rand(x.shape),
     "rand of one number each": lambda x: torch.rand(len(x)),
     "rand, shared by time": lambda x: torch.rand((len(x), 1, 3), layout=torch.strided, pin_memory=False),
+    "randn of complex numbers": lambda x: torch.view_as_real(torch.randn(len(x), 4, dtype=torch.complex64)),
+    "rand_like of complex numbers": lambda x: torch.view_as_real(torch.rand_like(x, dtype=torch.complex128)),
     "randint": lambda x: torch.randint(1000, (len(x), 5)),
     "randint, from … to": lambda x: torch.randint(low=-9, high=10**6, size=(len(x),), dtype=torch.int32),
     "randint of 64 bits": lambda x: torch.randint(-(2**62), 2**62, (len(x), 5)),
@@ -135,6 +137,9 @@ def test_multinomial_without_replacement_takes_none_twice(check: Any) -> None:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "no whole number": lambda: torch.randint(5, 5, (N,)),
+    "whole numbers that do not fit": lambda: torch.randint(0, 300, (N,), dtype=torch.uint8),
+    "whole numbers from a continuum": lambda: torch.rand(N, dtype=torch.int64),
+    "whole normal numbers": lambda: torch.empty(N, dtype=torch.int64).normal_(),
     "a negative weight": lambda: torch.multinomial(-torch.ones(N, 3), 1),
     "no weight": lambda: torch.multinomial(torch.zeros(N, 3), 1),
     "too many": lambda: torch.multinomial(torch.ones(N, 3), 4),

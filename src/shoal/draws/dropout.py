@@ -78,10 +78,13 @@ def make_native_dropout(original: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _forward(input: Any, p: float, train: bool) -> Forward | None:
     """None where torch's own does not draw, or has to do it."""
-    if not train or not 0.0 < p < 1.0 or not isinstance(input, Tensor) or not input.numel():
+    if not train or not 0.0 < p < 1.0 or not isinstance(input, Tensor):
+        return None
+    forward = forward_for(input)
+    if forward is None or not input.numel():
         return None
     # torch refuses the rest with words of its own
-    return forward_for(input) if input.is_floating_point() or input.is_complex() else None
+    return forward if input.is_floating_point() or input.is_complex() else None
 
 
 def dropped(forward: Forward, input: Tensor, p: float) -> Tensor:

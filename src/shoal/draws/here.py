@@ -25,7 +25,7 @@ def enter(forward: Forward | None) -> Forward | None:
 def forward_now() -> Forward | None:
     """The forward under way; none while a graph is traced, in which nothing else may stand in."""
     # this first: while a graph is traced it is a constant, and nothing of ours becomes part of the graph
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch._C._get_tracing_state() is not None:
         return None
     return _current
 
@@ -35,7 +35,8 @@ def forward_for(tensor: Tensor) -> Forward | None:
     forward = forward_now()
     if forward is None:
         return None
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or torch._C._functorch.peek_interpreter_stack() is not None:
+    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    if not plain or torch._C._functorch.peek_interpreter_stack() is not None:
         if not isinstance(tensor, FakeTensor):  # of a graph that is made; nothing is drawn
             forward.past = _what(tensor)
         return None
@@ -66,4 +67,6 @@ def _device(device: Any) -> str:
 def _what(tensor: Tensor) -> str:
     if type(tensor) not in _PLAIN:
         return f"for a {type(tensor).__name__}"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return "for a nested tensor" if tensor.is_nested else f"for a tensor of layout {tensor.layout}"
     return f"on {tensor.device.type}" if not tensor.is_cpu else "inside torch.func"

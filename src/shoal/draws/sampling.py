@@ -57,6 +57,19 @@ def _size(given: Sequence[Any], size: Any) -> tuple[int, ...]:
     return tuple(map(index, sizes))
 
 
+def _continuous(dtype: torch.dtype) -> bool:
+    """Torch refuses the others, with words of its own."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _new(forward: Forward, kind: str, make: Make, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if not dtype.is_complex:
+        return make(forward.draw(kind, shape), dtype).to(dtype).view(shape)
+    part = dtype.to_real()
+    both = make(forward.draw(kind, (*shape, 2)), part).to(part).view(*shape, 2)
+    return torch.view_as_complex(both.mul_(math.sqrt(0.5)) if kind == "randn" else both)
+
+
 def make_maker(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
     """Of `torch.rand` and `torch.randn`."""
 
@@ -70,14 +83,13 @@ def make_maker(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
         **rest: Any,
     ) -> Tensor:
         forward = _own(forward_on(device), generator, f"torch.{kind}")
-        if forward is None or not _fits(rest):
+        wanted = dtype or torch.get_default_dtype()
+        if forward is None or not _fits(rest) or not _continuous(wanted):
             options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **rest}
             if generator is not None:
                 options["generator"] = generator
             return original(*given, **options) if size is None else original(size=size, **options)  # type: ignore[no-any-return]
-        shape = _size(given, size)
-        wanted = dtype or torch.get_default_dtype()
-        return make(forward.draw(kind, shape), wanted).to(wanted).view(shape).requires_grad_(requires_grad)
+        return _new(forward, kind, make, _size(given, size), wanted).requires_grad_(requires_grad)
 
     return maker
 
@@ -88,14 +100,13 @@ def make_like(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
     def like(input: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **rest: Any) -> Tensor:
         memory = rest.pop("memory_format", None)
         forward = _own(forward_for(input), rest.get("generator"), f"torch.{kind}_like")
-        device = rest.pop("device", None)
-        if forward is None or not (device is None or torch.device(device).type == "cpu") or not _fits(rest):
+        device, wanted = rest.pop("device", None), dtype or input.dtype
+        here = device is None or torch.device(device).type == "cpu"
+        if forward is None or not here or not _fits(rest) or not _continuous(wanted):
             options = {"memory_format": memory, "device": device, **rest}
             given = {name: value for name, value in options.items() if value is not None}
             return original(input, dtype=dtype, requires_grad=requires_grad, **given)  # type: ignore[no-any-return]
-        wanted = dtype or input.dtype
-        made = make(forward.draw(kind, input.shape), wanted).to(wanted).view(input.shape)
-        return made.requires_grad_(requires_grad)
+        return _new(forward, kind, make, input.shape, wanted).requires_grad_(requires_grad)
 
     return like
 
@@ -110,6 +121,7 @@ def make_randint(original: Any) -> Callable[..., Tensor]:
                 options["generator"] = generator
             return original(*given, **options)  # type: ignore[no-any-return]
         wanted = options.get("dtype") or torch.int64
+        original(low, high, (0,), dtype=wanted)  # refuses what it always does
         drawn = numbers.whole(forward.draw("randint", size).grid, low, high)
         return torch.from_numpy(drawn).to(wanted).view(size)
 
@@ -301,6 +313,9 @@ def make_by_row(original: Any, kind: str) -> Callable[..., Tensor]:
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
+_WHOLE = ("random_", "bernoulli_", "geometric_")
+
+
 def make_filler(
     original: Any, kind: str, make: Callable[..., Tensor], defaults: Sequence[tuple[str, Any]]
 ) -> Callable[..., Tensor]:
@@ -310,7 +325,8 @@ def make_filler(
         forward = _own(forward_for(self), generator, f"Tensor.{kind}")
         settings = [options.get(name, default) for name, default in defaults]
         settings[: len(given)] = given
-        if forward is None or any(isinstance(each, Tensor) for each in settings if kind != "bernoulli_"):
+        strange = any(isinstance(each, Tensor) for each in settings if kind != "bernoulli_")
+        if forward is None or strange or not (self.is_floating_point() or kind in _WHOLE):
             if generator is not None:
                 options["generator"] = generator
             return original(self, *given, **options)  # type: ignore[no-any-return]

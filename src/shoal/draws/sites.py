@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 _MOST_FRAMES = 24
 _MASK = (1 << 63) - 1
 _HERE = str(Path(__file__).parent) + os.sep
+_CALLS = _HERE + "calls.py"
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -70,7 +71,8 @@ _kinds: dict[tuple[str, int], int] = {}
 def _line(frame: FrameType) -> tuple[int, CodeType]:
     """A word for it; 0 where the code of those who call the user's begins. The code is kept, and so is its id."""
     code = frame.f_code
-    if code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_HERE):
+    name = code.co_filename
+    if name.startswith(_OURS) and (name == _CALLS or not name.startswith(_HERE)):
         return 0, code
     return _word(f"{code.co_name}:{code.co_firstlineno}:{frame.f_lineno}"), code
 
