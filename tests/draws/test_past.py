@@ -215,6 +215,18 @@ def test_a_graph_draws_when_it_runs() -> None:
 
 
 @pytest.mark.usefixtures("dynamo")
+def test_a_graph_with_attention_is_made_once() -> None:
+    """Its stand-in is read by the compiler, and must not bring the forward under way into it."""
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(13, 1, 2, 3)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+    found = stepped(torch.compile(attend, backend="aot_eager", fullgraph=True), 4)
+    assert not torch.equal(found[0], found[1]) and graphs() == 1
+
+
+@pytest.mark.usefixtures("dynamo")
 def test_numbers_are_not_part_of_a_graph() -> None:
     """As constants they would be the same in all steps."""
     compiled = torch.compile(lambda x: x + torch.randn(13, 6), backend="aot_eager", fullgraph=True)
