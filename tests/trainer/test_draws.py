@@ -19,7 +19,7 @@ from shoal.testing import FaultPlan
 from shoal.testing.reference import reference_fit, relative_difference
 from shoal.trainer.session import Session
 
-SIZE, BATCH, STEPS = 8, 22, 6
+SIZE, BATCH, STEPS = 8, 22, 4
 TOLERANCE = 1e-5
 
 
@@ -206,14 +206,14 @@ def test_a_death(expected: All, tmp_path: Path) -> None:
 
 
 def test_a_resume(expected: All, tmp_path: Path) -> None:
-    fit(All, workers=2, steps=3, run_dir=tmp_path)
+    fit(All, workers=2, steps=2, run_dir=tmp_path)
     model, _ = fit(All, workers=1, run_dir=tmp_path, resume="last")
     assert_same(model, expected)
 
 
 def test_bitwise() -> None:
     some = partial(All, "cnn", "vae", "twice")
-    one, two, three = (fit(some, workers=workers, steps=3, deterministic=True)[0] for workers in (1, 2, 3))
+    one, two, three = (fit(some, workers=workers, steps=2, deterministic=True)[0] for workers in (1, 2, 3))
     for name, value in one.state_dict().items():
         assert torch.equal(two.state_dict()[name], value) and torch.equal(three.state_dict()[name], value), name
 
