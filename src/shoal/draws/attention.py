@@ -12,6 +12,8 @@ from torch import Tensor
 from shoal.draws.dropout import dropped
 from shoal.draws.here import forward_for
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def make_attention(original: Any) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
@@ -25,20 +27,23 @@ def make_attention(original: Any) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         forward = forward_for(query) if 0.0 < dropout_p < 1.0 else None
-        if forward is None:
+        if forward is None or (is_causal and attn_mask is not None):  # it refuses that
             return original(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        # torch computes halves as singles here
+        wide = torch.float32 if query.dtype in _HALF else query.dtype
         if enable_gqa:
             key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
             value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        # half of the factor on either side, as torch has it: less is lost in half precision
+        # half of the factor on either side, as torch has it
         root = math.sqrt(1.0 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
         keyed = key if scale is None or scale >= 0.0 else -key
-        score = (query * root) @ (keyed * root).transpose(-2, -1)
+        score = (query.to(wide) * root) @ (keyed.to(wide) * root).transpose(-2, -1)
         added = _added(attn_mask, is_causal, score)
         weights = score.softmax(-1) if added is None else torch._safe_softmax(score + added, -1)
-        return dropped(forward, weights, dropout_p) @ value
+        out = dropped(forward, weights, dropout_p) @ value.to(wide)
+        return out if torch.is_autocast_enabled("cpu") else out.to(query.dtype)
 
     return scaled_dot_product_attention
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.core.keys import derive
 from shoal.draws import here
@@ -14,6 +18,21 @@ from shoal.draws.sites import learn
 from shoal.draws.stand import standing
 
 Made = TypeVar("Made")
+
+
+@contextmanager
+def _undisturbed(around: Forward | None) -> Iterator[None]:
+    """A forward that is under way goes on afterwards as if nothing had been."""
+    if around is None:
+        yield
+        return
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 class Calls:
@@ -34,7 +53,7 @@ class Calls:
 
         It may be called several times, and on parts: what it changes must be of no account.
         """
-        with standing():
+        with standing(), _undisturbed(here.forward_now()):
             made, forward = self._once(first, 0, samples, seed, compute)
             if self.keying.by_forward:
                 return made
@@ -50,11 +69,21 @@ class Calls:
     def _learn(
         self, first: int, samples: int, seed: int, compute: Callable[[int, int], Made], forward: Forward
     ) -> None:
-        seen = list(forward.seen)
         middle = max(1, samples * 3 // 8)
-        for start, stop in ((0, middle), (middle, samples)):
-            seen += self._once(first, start, stop, seed, compute)[1].seen
-        self.keying.rules.update(learn(seen)[0])
+        parts = [self._once(first, start, stop, seed, compute) for start, stop in ((0, middle), (middle, samples))]
+        rules, multiples = learn([*forward.seen, *(one for _, part in parts for one in part.seen)])
+        self.keying.rules.update(rules)
+        if not multiples:
+            return
+        # whether a sample's draws lie side by side, or one in each of several copies of the batch
+        for inner in (True, False):
+            self.keying.rules.update({number: rules[number]._replace(inner=inner) for number in multiples})
+            whole, one, other = (
+                self._once(first, start, stop, seed, compute)[0]
+                for start, stop in ((0, samples), (0, middle), (middle, samples))
+            )
+            if inner and adds_up(whole, one, other, middle / samples):
+                return
 
     def _once(
         self, first: int, start: int, stop: int, seed: int, compute: Callable[[int, int], Made]
@@ -64,8 +93,34 @@ class Calls:
         if self.keying.by_forward:
             torch.default_generator.manual_seed(derive(seed, first + start))
             return compute(start, stop), forward
-        here.enter(forward)
+        around = here.enter(forward)
         try:
             return compute(start, stop), forward
         finally:
-            here.enter(None)
+            here.enter(around)
+
+
+def adds_up(whole: Any, one: Any, other: Any, share: float) -> bool:
+    """Whether all tensors in what was made of two parts are, joined, those of the whole; for scalars: their mean."""
+    found = [_tensors(each) for each in (whole, one, other)]
+    if not found[0] or len({len(each) for each in found}) != 1:
+        return False
+    return all(_joined(*each, share=share) for each in zip(*found, strict=True))
+
+
+def _joined(whole: Tensor, one: Tensor, other: Tensor, *, share: float) -> bool:
+    if not whole.dim():
+        joined = one.double() * share + other.double() * (1.0 - share)
+    elif one.shape[1:] == other.shape[1:] == whole.shape[1:] and len(one) + len(other) == len(whole):
+        joined = torch.cat([one, other]).double()
+    else:
+        return False
+    return torch.allclose(joined, whole.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree.detach()]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [tensor for each in tree for tensor in _tensors(each)] if isinstance(tree, (list, tuple)) else []

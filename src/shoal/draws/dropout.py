@@ -78,9 +78,13 @@ def make_native_dropout(original: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _forward(input: Any, p: float, train: bool) -> Forward | None:
     """None where torch's own does not draw, or has to do it."""
-    if not train or not 0.0 < p < 1.0 or not isinstance(input, Tensor) or not input.numel():
+    if not train or not 0.0 < p < 1.0 or not isinstance(input, Tensor):
         return None
-    return forward_for(input)
+    forward = forward_for(input)
+    if forward is None or not input.numel():
+        return None
+    # torch refuses the rest with words of its own
+    return forward if input.is_floating_point() or input.is_complex() else None
 
 
 def dropped(forward: Forward, input: Tensor, p: float) -> Tensor:
@@ -115,39 +119,60 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, draw: Draw, p: float) -> Tensor:
-        flat = input.detach().contiguous().view(-1).numpy()
-        kind = flat.dtype.type
-        kept: NDArray[np.bool_] = np.empty(flat.size, np.bool_)
-        out, factors = np.empty_like(flat), np.empty(BLOCK, flat.dtype)
-        bound, scale = limit(1.0 - p), kind(1.0 / (1.0 - p))
-        for where, numbers in draw.grid().blocks():
-            place, factor = kept[where], factors[: numbers.size]
-            np.less(numbers, bound, out=place)
-            np.multiply(place, scale, out=factor)
-            np.multiply(flat[where], factor, out=out[where])
-        ctx.kept, ctx.scale = kept, scale
-        return torch.from_numpy(out).view(input.shape)
+        bound, scale = limit(1.0 - p), 1.0 / (1.0 - p)
+        if input.is_contiguous():
+            kept, out = _made(input, draw, bound, scale)
+        else:
+            # not in blocks: the result lies in memory as the input does, the mask in logical order
+            kept = torch.from_numpy(mask(draw.grid(), 1.0 - p)).view(input.shape)
+            out = (input * kept).mul_(scale)
+        ctx.scale = scale
+        ctx.save_for_backward(kept)
+        ctx.save_for_forward(kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None  # type: ignore[no-untyped-call]
+        return _Masked.apply(gradient, ctx.saved_tensors[0], ctx.scale), None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        kept: Tensor = ctx.saved_tensors[0]
+        return (tangent * kept).mul_(ctx.scale)
+
+
+def _made(input: Tensor, draw: Draw, bound: int, scale: float) -> tuple[Tensor, Tensor]:
+    flat = input.detach().view(-1).numpy()
+    kept: NDArray[np.bool_] = np.empty(flat.size, np.bool_)
+    out, factors = np.empty_like(flat), np.empty(BLOCK, flat.dtype)
+    factor_of = flat.dtype.type(scale)
+    for where, numbers in draw.grid().blocks():
+        place, factor = kept[where], factors[: numbers.size]
+        np.less(numbers, bound, out=place)
+        np.multiply(place, factor_of, out=factor)
+        np.multiply(flat[where], factor, out=out[where])
+    return torch.from_numpy(kept).view(input.shape), torch.from_numpy(out).view(input.shape)
 
 
 class _Masked(torch.autograd.Function):
     """Times a mask and a number; its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, kept: NDArray[np.bool_], scale: Any) -> Tensor:
-        flat = input.detach().contiguous().view(-1).numpy()
+    def forward(ctx: Any, input: Tensor, kept: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(kept)
+        if not input.is_contiguous() or input.dtype not in _NUMPY:
+            return (input * kept).mul_(scale)
+        flat, mask = input.detach().view(-1).numpy(), kept.view(-1).numpy()
         out, factors = np.empty_like(flat), np.empty(BLOCK, flat.dtype)
+        factor_of = flat.dtype.type(scale)
         for start in range(0, flat.size, BLOCK):
             where = slice(start, min(flat.size, start + BLOCK))
             factor = factors[: where.stop - start]
-            np.multiply(kept[where], scale, out=factor)
+            np.multiply(mask[where], factor_of, out=factor)
             np.multiply(flat[where], factor, out=out[where])
-        ctx.kept, ctx.scale = kept, scale
         return torch.from_numpy(out).view(input.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Masked.apply(gradient, ctx.kept, ctx.scale), None, None  # type: ignore[no-untyped-call]
+        return _Masked.apply(gradient, ctx.saved_tensors[0], ctx.scale), None, None  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """The forward under way in this process: its samples, the salts of its draws, and what was learnt about them.
 
-A salt comes from torch's default generator, which is seeded alike in all forwards of a step, so that activation
-checkpointing replays it. The salt then tells a replayed draw from a new one: one that was seen is that draw again.
+Each draw takes a token from torch's default generator, which is seeded alike in all forwards of a step, so that
+activation checkpointing replays it: a token that was seen is that draw again. The salt of its numbers comes from the
+place in the code and from how often this place has drawn in the forward.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shoal.core.keys import derive
 from shoal.draws.hashing import Grid, Keys, keys, spread
 from shoal.draws.others import seed_others
-from shoal.draws.sites import SHARED, Names, Rule, Seen, Shape, fits, guess, site
+from shoal.draws.sites import SHARED, Names, Rule, Seen, Shape, Site, fits, guess, site
 
 _NOBODY = spread(np.array([-1]))
 """In place of a position, for draws that belong to no sample."""
 _ANOTHER = 0xD1B54A32D192ED03
-_random_ = torch.Tensor.random_
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_TURN, _PLACE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9
+_random_, _item = torch.Tensor.random_, torch.Tensor.item
+_token = torch.empty(1, dtype=torch.int64, device="cpu")
+_twin = torch.Generator()
 
 
 class Keying:
@@ -88,11 +92,13 @@ class Forward:
         self.own: list[str] = []
         """What was drawn from with a generator of its own."""
         self._keying = keying
-        self._positions = np.asarray(positions, dtype=np.int64)
+        self._positions = positions
         self._spread: NDArray[np.uint64] | None = None
         self._seed = seed
-        self._salts: dict[int, Rule] = {}
-        self._salt: Tensor = torch.empty(1, dtype=torch.int64)
+        self._tokens: dict[int, tuple[int, Rule]] = {}
+        """The salt and the rule of what was drawn with it."""
+        self._turns: dict[int, int] = {}
+        """How often something was drawn at a place."""
         self._recording = recording
         self._asked = 0
 
@@ -105,31 +111,34 @@ class Forward:
     def draw(self, kind: str, shape: Sequence[int]) -> Draw:
         """What stands for a draw of this shape by the code that called."""
         shape = tuple(shape)
-        salt = self._next_salt()
-        rule = self._salts.get(salt)
-        if rule is None:
-            rule = self._salts[salt] = self._find(kind, shape)
-        return self._laid(salt, rule, shape)
+        token = _next_token()
+        known = self._tokens.get(token)
+        if known is None:
+            place = site(self._keying.names, kind, len(shape))
+            known = self._tokens[token] = self._salt(place.draw), self._rule(place, shape)
+        return self._laid(*known, shape)
 
-    def salt(self) -> int:
+    def salt(self, kind: str) -> int:
         """For a draw that belongs to no sample, such as a permutation of the batch."""
-        salt = self._next_salt()
-        self._salts.setdefault(salt, SHARED)
-        return salt
+        token = _next_token()
+        known = self._tokens.get(token)
+        if known is None:
+            known = self._tokens[token] = self._salt(site(self._keying.names, kind, 0).draw), SHARED
+        return known[0]
 
-    def _next_salt(self) -> int:
-        _random_(self._salt)
-        return int(self._salt.item())
+    def _salt(self, draw: int) -> int:
+        turn = self._turns.get(draw, 0)
+        self._turns[draw] = turn + 1
+        return (self._seed + draw * _PLACE + turn * _TURN) & _U64
 
-    def _find(self, kind: str, shape: Shape) -> Rule:
-        number = site(self._keying.names, kind, len(shape))
-        rule = self._keying.rule(number)
+    def _rule(self, place: Site, shape: Shape) -> Rule:
+        rule = self._keying.rule(place.number)
         if rule is None or self._recording:
-            self.seen.append(Seen(number, self.samples, shape))
+            self.seen.append(Seen(place.number, self.samples, shape))
         if rule is None:
             return guess(self.samples, shape)
         if not fits(rule, self.samples, shape):
-            self.strange.append(number)
+            self.strange.append(place.number)
             return guess(self.samples, shape)
         return rule
 
@@ -137,7 +146,7 @@ class Forward:
         if rule.dimension < 0:
             return Draw(salt, rule, _NOBODY, shape, 1)
         if self._spread is None:
-            self._spread = spread(self._positions)
+            self._spread = spread(np.asarray(self._positions, dtype=np.int64))
         at, samples = rule.dimension, self.samples
         before = 1
         for size in shape[:at]:
@@ -157,20 +166,24 @@ class Forward:
         """Whether something else has drawn from the default generator since `begin`."""
         if self.past:
             return True
-        twin = torch.Generator()
-        twin.manual_seed(self._seed)
-        expected = torch.empty(len(self._salts) + 1, dtype=torch.int64)
-        _random_(expected, generator=twin)
-        salt = self._next_salt()
-        # a salt like the others, should this be asked again
-        self._salts[salt] = SHARED
+        _twin.manual_seed(self._seed)
+        expected = torch.empty(len(self._tokens) + 1, dtype=torch.int64, device="cpu")
+        _random_(expected, generator=_twin)
+        token = _next_token()
+        # a token like the others, should this be asked again
+        self._tokens[token] = 0, SHARED
         self._asked += 1
-        return salt != int(expected[-1])
+        return token != int(expected[-1])
 
     @property
     def drew(self) -> bool:
         """Whether anything was drawn."""
-        return len(self._salts) > self._asked
+        return len(self._tokens) > self._asked
+
+
+def _next_token() -> int:
+    _random_(_token)
+    return int(_item(_token))
 
 
 def seed_of(seed: int, step: int, phase: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,12 @@ def _own(forward: Forward | None, generator: Any, what: str) -> Forward | None:
     return forward
 
 
-def _fits(forward: Forward | None, rest: dict[str, Any]) -> bool:
+_USUAL = (None, False, torch.strided)
+
+
+def _fits(rest: dict[str, Any]) -> bool:
     """Whether a tensor is to be made as almost all are: strided, without names, in memory of its own."""
-    return forward is not None and all(value is None or value is False for value in rest.values())
+    return not rest or all(any(value is usual for usual in _USUAL) for value in rest.values())
 
 
 # -- tensors that are made ---------------------------------------------------------------------------------------------
@@ -48,9 +52,22 @@ def _fits(forward: Forward | None, rest: dict[str, Any]) -> bool:
 
 def _size(given: Sequence[Any], size: Any) -> tuple[int, ...]:
     sizes = given if size is None else size
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
         sizes = sizes[0]
-    return tuple(int(each) for each in ([sizes] if isinstance(sizes, int) else sizes))
+    return tuple(map(index, sizes))
+
+
+def _continuous(dtype: torch.dtype) -> bool:
+    """Torch refuses the others, with words of its own."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _new(forward: Forward, kind: str, make: Make, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if not dtype.is_complex:
+        return make(forward.draw(kind, shape), dtype).to(dtype).view(shape)
+    part = dtype.to_real()
+    both = make(forward.draw(kind, (*shape, 2)), part).to(part).view(*shape, 2)
+    return torch.view_as_complex(both.mul_(math.sqrt(0.5)) if kind == "randn" else both)
 
 
 def make_maker(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
@@ -66,14 +83,13 @@ def make_maker(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
         **rest: Any,
     ) -> Tensor:
         forward = _own(forward_on(device), generator, f"torch.{kind}")
-        if forward is None or not _fits(forward, rest):
+        wanted = dtype or torch.get_default_dtype()
+        if forward is None or not _fits(rest) or not _continuous(wanted):
             options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **rest}
             if generator is not None:
                 options["generator"] = generator
             return original(*given, **options) if size is None else original(size=size, **options)  # type: ignore[no-any-return]
-        shape = _size(given, size)
-        wanted = dtype or torch.get_default_dtype()
-        return make(forward.draw(kind, shape), wanted).to(wanted).view(shape).requires_grad_(requires_grad)
+        return _new(forward, kind, make, _size(given, size), wanted).requires_grad_(requires_grad)
 
     return maker
 
@@ -84,15 +100,13 @@ def make_like(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
     def like(input: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **rest: Any) -> Tensor:
         memory = rest.pop("memory_format", None)
         forward = _own(forward_for(input), rest.get("generator"), f"torch.{kind}_like")
-        device = rest.get("device")
-        plain = device is None or torch.device(device).type == "cpu"
-        if forward is None or not plain or not _fits(forward, {**rest, "device": None}):
-            if memory is not None:
-                rest["memory_format"] = memory
-            return original(input, dtype=dtype, requires_grad=requires_grad, **rest)  # type: ignore[no-any-return]
-        wanted = dtype or input.dtype
-        made = make(forward.draw(kind, input.shape), wanted).to(wanted).view(input.shape)
-        return made.requires_grad_(requires_grad)
+        device, wanted = rest.pop("device", None), dtype or input.dtype
+        here = device is None or torch.device(device).type == "cpu"
+        if forward is None or not here or not _fits(rest) or not _continuous(wanted):
+            options = {"memory_format": memory, "device": device, **rest}
+            given = {name: value for name, value in options.items() if value is not None}
+            return original(input, dtype=dtype, requires_grad=requires_grad, **given)  # type: ignore[no-any-return]
+        return _new(forward, kind, make, input.shape, wanted).requires_grad_(requires_grad)
 
     return like
 
@@ -100,17 +114,21 @@ def make_like(original: Any, kind: str, make: Make) -> Callable[..., Tensor]:
 def make_randint(original: Any) -> Callable[..., Tensor]:
     def randint(*given: Any, generator: Any = None, **options: Any) -> Tensor:
         forward = _own(forward_on(options.get("device")), generator, "torch.randint")
-        known = {"low", "high", "size", "dtype", "device", "requires_grad"}
-        if forward is None or options.get("out") is not None or not options.keys() <= known:
+        rest = {name: value for name, value in options.items() if name not in _BOUNDS}
+        low, high, size = _bounds(given, options) if forward is not None and _fits(rest) else (0, 0, ())
+        if forward is None or low >= high:
             if generator is not None:
                 options["generator"] = generator
             return original(*given, **options)  # type: ignore[no-any-return]
-        low, high, size = _bounds(given, options)
         wanted = options.get("dtype") or torch.int64
+        original(low, high, (0,), dtype=wanted)  # refuses what it always does
         drawn = numbers.whole(forward.draw("randint", size).grid, low, high)
         return torch.from_numpy(drawn).to(wanted).view(size)
 
     return randint
+
+
+_BOUNDS = ("low", "high", "size", "dtype", "device")
 
 
 def _bounds(given: Sequence[Any], options: dict[str, Any]) -> tuple[int, int, tuple[int, ...]]:
@@ -130,9 +148,10 @@ def _bounds(given: Sequence[Any], options: dict[str, Any]) -> tuple[int, int, tu
 def make_randint_like(original: Any) -> Callable[..., Tensor]:
     def randint_like(input: Tensor, *given: Any, **options: Any) -> Tensor:
         forward = _own(forward_for(input), options.get("generator"), "torch.randint_like")
-        if forward is None or not options.keys() <= {"low", "high", "dtype"}:
+        rest = {name: value for name, value in options.items() if name not in _BOUNDS and name != "memory_format"}
+        low, high, size = _bounds([*given, input.shape], options) if _fits(rest) else (0, 0, ())
+        if forward is None or low >= high:
             return original(input, *given, **options)  # type: ignore[no-any-return]
-        low, high, size = _bounds([*given, tuple(input.shape)], options)
         drawn = numbers.whole(forward.draw("randint", size).grid, low, high)
         return torch.from_numpy(drawn).to(options.get("dtype") or input.dtype).view(size)
 
@@ -155,6 +174,8 @@ def make_normal(original: Any) -> Callable[..., Tensor]:
             shape, wanted = tuple(torch.broadcast_shapes(*both)), tensor.dtype
         drawn = _normal(forward.draw("normal", shape), wanted).to(wanted).view(shape)
         with torch.no_grad():  # as torch has it: what is drawn does not depend on these
+            if bool((std < 0).any() if isinstance(std, Tensor) else std < 0):
+                raise RuntimeError("normal expects all elements of std >= 0.0")
             return drawn.mul_(std).add_(mean)
 
     return normal
@@ -168,8 +189,11 @@ def make_bernoulli(original: Any) -> Callable[..., Tensor]:
                 rest["generator"] = generator
             return original(input, **rest) if p is None else original(input, p, **rest)  # type: ignore[no-any-return]
         shape = tuple(input.shape)
-        drawn = _uniform(forward.draw("bernoulli", shape), input.dtype).view(shape)
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        drawn = _uniform(forward.draw("bernoulli", shape), wide).view(shape)
         with torch.no_grad():
+            if p is None and not bool(torch.logical_and(input >= 0, input <= 1).all()):
+                return original(input)  # type: ignore[no-any-return]  # refuses it
             return (drawn < (input if p is None else p)).to(input.dtype)
 
     return bernoulli
@@ -187,12 +211,12 @@ def make_multinomial(original: Any) -> Callable[..., Tensor]:
             return original(input, num_samples, replacement, **rest)  # type: ignore[no-any-return]
         with torch.no_grad():
             if not usual or num_samples < 1 or num_samples > (2**24 if replacement else input.shape[-1]):
-                return original(input, num_samples, replacement, generator=_shared(forward))  # type: ignore[no-any-return]
+                return original(input, num_samples, replacement, generator=_shared(forward, "multinomial"))  # type: ignore[no-any-return]
             _refuse_odd(input)
             if (replacement and num_samples > 1) or input.dim() == 1:
                 return _chosen(forward, input, num_samples)
             rate = _exponential(forward.draw("multinomial", input.shape), input.dtype).view(input.shape)
-            return (input / rate.to(input.dtype)).topk(num_samples).indices
+            return (input / rate).topk(num_samples).indices
 
     return multinomial
 
@@ -212,10 +236,10 @@ def _chosen(forward: Forward, weights: Tensor, count: int) -> Tensor:
     return found.clamp_(max=weights.shape[-1] - 1)
 
 
-def _shared(forward: Forward) -> torch.Generator:
+def _shared(forward: Forward, kind: str) -> torch.Generator:
     """A generator that is the same in all forwards of the step."""
     generator = torch.Generator()
-    generator.manual_seed(forward.salt())
+    generator.manual_seed(forward.salt(kind))
     return generator
 
 
@@ -227,12 +251,12 @@ def make_randperm(original: Any) -> Callable[..., Tensor]:
                 rest["generator"] = generator
             return original(n, **rest)  # type: ignore[no-any-return]
         forward.permuted = forward.permuted or n == forward.samples
-        return original(n, generator=_shared(forward), **rest)  # type: ignore[no-any-return]
+        return original(n, generator=_shared(forward, "randperm"), **rest)  # type: ignore[no-any-return]
 
     return randperm
 
 
-def make_rrelu(original: Any) -> Callable[..., Tensor]:
+def make_rrelu(original: Any, *, inplace: bool) -> Callable[..., Tensor]:
     def rrelu(
         input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *given: Any, **rest: Any
     ) -> Tensor:
@@ -240,9 +264,22 @@ def make_rrelu(original: Any) -> Callable[..., Tensor]:
         if forward is None:
             return original(input, lower, upper, training, *given, **rest)  # type: ignore[no-any-return]
         slope = _uniform(forward.draw("rrelu", input.shape), input.dtype).to(input.dtype).view(input.shape)
-        return torch.where(input >= 0, input, input * slope.mul_(upper - lower).add_(lower))
+        slope = slope.mul_(upper - lower).add_(lower).masked_fill_(input >= 0, 1.0)
+        return input.mul_(slope) if inplace else input * slope
 
     return rrelu
+
+
+def make_by_element(original: Any, kind: str, make: Callable[[Draw, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Of `torch.poisson` and others that have one tensor of settings."""
+
+    def by_element(input: Tensor, generator: Any = None) -> Tensor:
+        forward = _own(forward_for(input), generator, f"torch.{kind}")
+        if forward is None:
+            return original(input, generator)  # type: ignore[no-any-return]
+        return make(forward.draw(kind, input.shape), input)
+
+    return by_element
 
 
 def make_by_row(original: Any, kind: str) -> Callable[..., Tensor]:
@@ -276,6 +313,9 @@ def make_by_row(original: Any, kind: str) -> Callable[..., Tensor]:
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
+_WHOLE = ("random_", "bernoulli_", "geometric_")
+
+
 def make_filler(
     original: Any, kind: str, make: Callable[..., Tensor], defaults: Sequence[tuple[str, Any]]
 ) -> Callable[..., Tensor]:
@@ -285,14 +325,15 @@ def make_filler(
         forward = _own(forward_for(self), generator, f"Tensor.{kind}")
         settings = [options.get(name, default) for name, default in defaults]
         settings[: len(given)] = given
-        if forward is None or any(isinstance(each, Tensor) for each in settings if kind != "bernoulli_"):
+        strange = any(isinstance(each, Tensor) for each in settings if kind != "bernoulli_")
+        if forward is None or strange or not (self.is_floating_point() or kind in _WHOLE):
             if generator is not None:
                 options["generator"] = generator
             return original(self, *given, **options)  # type: ignore[no-any-return]
         shape = tuple(self.shape)
-        made = make(forward.draw(kind, shape), self.dtype, *settings)
-        with torch.no_grad():
-            return self.copy_(made.view(shape))
+        original(self.new_empty(0), *given, **options)  # draws nothing, and refuses what it always does
+        flat = [each.expand(shape).reshape(-1) if isinstance(each, Tensor) else each for each in settings]
+        return self.copy_(make(forward.draw(kind, shape), self.dtype, *flat).view(shape))
 
     return filler
 
@@ -322,8 +363,8 @@ def geometric_(draw: Draw, dtype: torch.dtype, p: float) -> Tensor:
 
 
 def bernoulli_(draw: Draw, dtype: torch.dtype, p: Any) -> Tensor:
-    drawn = _uniform(draw, dtype)
-    return drawn < (p.reshape(-1) if isinstance(p, Tensor) and p.numel() > 1 else p)
+    with torch.no_grad():
+        return _uniform(draw, torch.float64 if dtype == torch.float64 else torch.float32).lt(p)
 
 
 _EXACT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.bool: 1}

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 _MOST_FRAMES = 24
 _MASK = (1 << 63) - 1
 _HERE = str(Path(__file__).parent) + os.sep
+_CALLS = _HERE + "calls.py"
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -70,7 +71,8 @@ _kinds: dict[tuple[str, int], int] = {}
 def _line(frame: FrameType) -> tuple[int, CodeType]:
     """A word for it; 0 where the code of those who call the user's begins. The code is kept, and so is its id."""
     code = frame.f_code
-    if code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_HERE):
+    name = code.co_filename
+    if name.startswith(_OURS) and (name == _CALLS or not name.startswith(_HERE)):
         return 0, code
     return _word(f"{code.co_name}:{code.co_firstlineno}:{frame.f_lineno}"), code
 
@@ -79,40 +81,48 @@ def _kind(kind: str, dimensions: int) -> int:
     return _kinds.setdefault((kind, dimensions), _word(f"{kind}:{dimensions}"))
 
 
-def site(names: Names, kind: str, dimensions: int) -> int:
+class Site(NamedTuple):
+    """A place in the code that draws. `draw` tells it from others in the same forward, also without those around it."""
+
+    number: int
+    draw: int
+
+
+def site(names: Names, kind: str, dimensions: int) -> Site:
     """The place in the code from which something of this kind, with so many dimensions, is drawn.
 
     It is known by the module that draws and the lines that lead there from the module around it; not by how many draws
-    came before: a layer that is left out at random would shift these.
+    came before: a layer that is left out at random, or a loop over the steps of padded samples, would shift these.
+    The draw is known by the module and the lines inside it alone: whoever calls a model gets the same numbers.
     """
     frame: FrameType | None = sys._getframe(2)
-    found, modules = _kinds.get((kind, dimensions)) or _kind(kind, dimensions), 0
+    start = _kinds.get((kind, dimensions)) or _kind(kind, dimensions)
+    found, draw = start, 0
+    lines, calls = _lines, _CALL
     for _ in range(_MOST_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        if code is _CALL:
-            if not modules:
-                found = found * 31 + names.of(frame.f_locals.get("self"))
-            modules += 1
-            if modules == 2:
+        if code is calls:
+            if draw:
                 break
+            found = draw = (found * 31 + names.of(frame.f_locals.get("self"))) & _MASK
         line = id(code), frame.f_lasti
-        known = _lines.get(line)
+        known = lines.get(line)
         if known is None:
-            known = _lines[line] = _line(frame)
+            known = lines[line] = _line(frame)
         if not known[0]:
             break
         found = (found * 31 + known[0]) & _MASK
         frame = frame.f_back
-    return found & _MASK
+    return Site(found, draw or start)
 
 
 def guess(samples: int, shape: Shape) -> Rule:
     """By one forward alone: the first dimension of that length, or else the first one if it is a multiple."""
     if samples in shape:
         return Rule(shape.index(samples))
-    if shape and shape[0] and shape[0] % samples == 0:
+    if samples and shape and shape[0] and shape[0] % samples == 0:
         return Rule(0)
     return SHARED
 

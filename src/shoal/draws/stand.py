@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shoal.draws import attention, dropout, recurrent, sampling
+from shoal.draws import attention, dropout, recurrent, rejection, sampling
 from shoal.draws.replacing import Place, Replacing
 
 
@@ -31,7 +31,8 @@ def _places() -> list[Place]:
                 (owner, f"feature_dropout{tail}", partial(feature, alpha=False)),
                 (owner, f"feature_alpha_dropout{tail}", partial(feature, alpha=True)),
             ]
-    places += [(vf, name, recurrent.make_recurrent) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+        networks = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        places += [(owner, name, recurrent.make_recurrent) for name in networks]
     places += [
         (torch, "rand", partial(sampling.make_maker, kind="rand", make=sampling.UNIFORM)),
         (torch, "randn", partial(sampling.make_maker, kind="randn", make=sampling.NORMAL)),
@@ -43,12 +44,20 @@ def _places() -> list[Place]:
         (torch, "bernoulli", sampling.make_bernoulli),
         (torch, "multinomial", sampling.make_multinomial),
         (torch, "randperm", sampling.make_randperm),
-        (torch, "rrelu", sampling.make_rrelu),
+        (torch, "rrelu", partial(sampling.make_rrelu, inplace=False)),
+        (torch, "rrelu_", partial(sampling.make_rrelu, inplace=True)),
         (torch.Tensor, "bernoulli", sampling.make_bernoulli),
         (torch.Tensor, "multinomial", sampling.make_multinomial),
     ]
-    by_row = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-    places += [(torch, name, partial(sampling.make_by_row, kind=name)) for name in by_row]
+    by_element = {
+        "poisson": rejection.sample_poisson,
+        "_standard_gamma": rejection.standard_gamma,
+        "_sample_dirichlet": rejection.sample_dirichlet,
+    }
+    places += [
+        (torch, name, partial(sampling.make_by_element, kind=name, make=by_element[name])) for name in by_element
+    ]
+    places += [(torch, "binomial", partial(sampling.make_by_row, kind="binomial"))]
     places += [(torch.Tensor, name, _filler(name, *settings)) for name, *settings in _FILLERS]
     return places
 

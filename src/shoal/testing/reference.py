@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from shoal.core.atoms import Course, Span
@@ -16,6 +18,8 @@ from shoal.draws import here
 from shoal.draws.forward import Forward, Keying, seed_of
 from shoal.draws.sites import Names
 from shoal.draws.stand import standing
+from shoal.trainer.proof.examine import Ask, Taken, examine
+from shoal.trainer.proof.rehearse import MOST_SAMPLES
 from shoal.trainer.step import order_key
 
 
@@ -71,8 +75,7 @@ def reference_fit(
     made = optimizer(list(model.named_parameters()))
     scheduler = schedule(made, steps) if schedule is not None else None
     losses = []
-    keying = Keying()
-    keying.names = Names([model])
+    keying = _learnt(model, loss, data, next(batches_of(course, 0, seed=seed, by_atom=False))[1], collate, seed)
     for step in range(steps):
         made.zero_grad()
         total: Tensor | float = 0.0
@@ -95,6 +98,54 @@ def reference_fit(
             scheduler.step()
         losses.append(float(total) / weights)
     return losses
+
+
+def _learnt(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any, indices: list[int], collate: Any, seed: int
+) -> Keying:
+    """What a run learns of the loss's draws on its first samples, found out with a copy of the model."""
+    keying, twin = Keying(), deepcopy(model)
+    for part in twin.modules():
+        if isinstance(part, _BatchNorm):
+            part.training = False
+    keying.names = Names([twin])
+    examination = examine(min(MOST_SAMPLES, len(indices)), {})
+    answer: Taken | None = None
+    # a part that cannot be computed teaches nothing, in a run either
+    with standing(), suppress(Exception):
+        while True:
+            try:
+                ask = examination.send(answer)  # type: ignore[arg-type]
+            except StopIteration as end:
+                keying.rules = end.value.rules
+                break
+            answer = Taken(0, 0.0, 0.0) if ask.double else _taken(twin, loss, data, indices, collate, seed, keying, ask)
+    keying.fresh, keying.names = {}, Names([model])
+    return keying
+
+
+def _taken(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    data: Any,
+    indices: list[int],
+    collate: Any,
+    seed: int,
+    keying: Keying,
+    ask: Ask,
+) -> Taken:
+    keying.fresh = dict(ask.rules)
+    batch = collate([data[index] for index in indices[ask.start : ask.stop]])
+    forward = Forward(keying, range(ask.start, ask.stop), seed_of(seed, 0, 0), recording=True)
+    forward.begin()
+    here.enter(forward)
+    try:
+        returned = loss(model, batch)
+    finally:
+        here.enter(None)
+    value, weight = _sum_and_weight(returned, ask.stop - ask.start)
+    given = isinstance(returned["loss"] if isinstance(returned, dict) else returned, tuple)
+    return Taken(ask.stop - ask.start, float(value.detach()), weight, given=given, seen=tuple(forward.seen))
 
 
 def _sum_and_weight(returned: Any, samples: int) -> tuple[Tensor, float]:

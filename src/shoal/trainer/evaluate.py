@@ -60,6 +60,7 @@ class Part:
     def each(self, compute: Callable[[Any], Made]) -> Iterator[tuple[int, Made]]:
         """(samples, what `compute` makes of the batch), in order. What is drawn meanwhile is keyed by sample index."""
         seed = derive(self._session.seed, "draws", self._name)
+        self._calls.keying.names = self._session.keyed.keying.names
         with counted.counting():
             for span, batch in self._batches():
 

@@ -132,6 +132,7 @@ class Keyed:
         """A rehearsal is over; `counts`: it is the one on the first batch."""
         self._learn(finding.rules)
         self.draws = self.draws or finding.draws
+        self._draws_others = self._draws_others or finding.others
         if finding.by_forward:
             self.by_forward(finding.by_forward)
         if counts:

@@ -86,6 +86,8 @@ class Finding:
     rules: dict[int, Rule] = field(default_factory=dict)
     by_forward: str = ""
     draws: bool = False
+    others: bool = False
+    """Whether Python's or numpy's generator was drawn from."""
     unit: float = 1.0
     """Weight of a sample, where the loss's weight is counted by us."""
 
@@ -123,7 +125,8 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
     rules, multiples, doubtful = _learnt(first, known)
     taken = first if _as_used(first, rules, known) else (yield from _three(samples, {**known, **rules}))
     draws = any(each.seen or each.own for each in taken)
-    found = Finding(Kind.PROVEN, rules=rules, draws=draws, unit=_unit(taken[0]))
+    others = any(each.others for each in taken)
+    found = Finding(Kind.PROVEN, rules=rules, draws=draws, others=others, unit=_unit(taken[0]))
     if not all(math.isfinite(each.total) for each in taken):
         return replace(found, kind=Kind.UNPROVEN, detail="the loss of a part of the batch is not finite")
     bound = HALF_BOUND if any(each.half for each in taken) else BOUND
