@@ -447,7 +447,7 @@ def test_a_fork_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     held.acquire()
     begun = time.monotonic()
     found = rehearse(mlp(1), loss, TARGETS).finding
-    assert found is not None and found.kind is Kind.UNPROVEN and "not done after" in found.detail
+    assert found is not None and found.kind is Kind.UNPROVEN and "nothing was heard of it" in found.detail
     assert time.monotonic() - begun < 5.0
 
 
