@@ -64,7 +64,7 @@ def in_one_process(drop: float, steps: int = STEPS) -> Taught:
     for step in range(steps):
         optimizer.zero_grad()
         for part, indices in batches_of(course, step, seed=0, by_atom=False):
-            with drawing(range(part.samples), step=step):
+            with drawing(range(part.samples), [model], step=step):
                 loss(model, DATA[indices]).backward()
         optimizer.step()
         with torch.no_grad():

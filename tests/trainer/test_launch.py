@@ -215,7 +215,7 @@ def test_two_phases_are_what_one_process_would_do() -> None:
                 net.zero_grad()
             self.phase += 1
             for part, indices in batches_of(course, self.number, seed=0, by_atom=False):
-                with drawing(range(part.samples), step=self.number, phase=self.phase):
+                with drawing(range(part.samples), list(nets.values()), step=self.number, phase=self.phase):
                     yield DATA[indices]
 
         def backward(self, loss: Any) -> None:

@@ -36,6 +36,7 @@ SCRIPT = textwrap.dedent(
 
     import shoal
     from shoal.core.events import StepDone
+    from shoal.trainer.proof.rehearse import playing
 
     pause, data_workers = float(sys.argv[1]), int(sys.argv[2])
     told = False
@@ -44,8 +45,8 @@ SCRIPT = textwrap.dedent(
 
     def loss(model, batch):
         global calls
-        calls += 1
-        time.sleep(pause if calls > 1 else 0.2)
+        calls += playing() is None
+        time.sleep(pause if calls > 1 else 0.2 * calls)
         return model(batch).square().mean()
 
 

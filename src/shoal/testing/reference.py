@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
@@ -40,10 +40,22 @@ def batches_of(course: Course, step: int, *, seed: int, by_atom: bool) -> Iterat
 
 @contextmanager
 def drawing(
-    positions: range, *, seed: int = 0, step: int = 0, phase: int = 0, keying: Keying | None = None
+    positions: range,
+    modules: Sequence[nn.Module] = (),
+    *,
+    seed: int = 0,
+    step: int = 0,
+    phase: int = 0,
+    keying: Keying | None = None,
 ) -> Iterator[Forward]:
-    """Within, what is drawn is what a run draws in a forward of samples at these positions of a step."""
-    forward = Forward(keying or Keying(), positions, seed_of(seed, step, phase))
+    """Within, what is drawn is what a run that tracks these modules draws in a forward of samples at these positions.
+
+    `keying` is what the run has learnt; without it the dimension of samples is guessed.
+    """
+    if keying is None:
+        keying = Keying()
+        keying.names = Names(modules)
+    forward = Forward(keying, positions, seed_of(seed, step, phase))
     with standing():
         forward.begin()
         here.enter(forward)

@@ -271,7 +271,7 @@ class Clerk:
             worker.void = False
             self._book.left(seat)
             self._book.joined(seat)
-        elif self._book.done(seat, done.lease, done.seconds, now):
+        elif self._book.done(seat, done.lease, done.seconds, now, done.aside):
             changes, notices = unseal(bytes(buffers[0]), buffers[1:]) if buffers else ([], [])
             self._steps.take(Part(seat, done, [Change(*change) for change in changes]))
             self._steps.notice(notices)

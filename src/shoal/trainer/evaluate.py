@@ -16,6 +16,7 @@ from shoal.core.events import Notice
 from shoal.core.keys import derive
 from shoal.data.fetch import Fetcher, Positions, Request, check_data
 from shoal.draws.calls import Calls
+from shoal.draws.stand import standing
 from shoal.trainer import counted
 from shoal.trainer.device import moved
 from shoal.trainer.loss import Loss, read_loss
@@ -61,7 +62,7 @@ class Part:
         """(samples, what `compute` makes of the batch), in order. What is drawn meanwhile is keyed by sample index."""
         seed = derive(self._session.seed, "draws", self._name)
         self._calls.keying.names = self._session.keyed.keying.names
-        with counted.counting():
+        with standing(), counted.counting():
             for span, batch in self._batches():
 
                 def part(start: int, stop: int, span: Span = span, batch: Any = batch) -> Made:

@@ -291,6 +291,8 @@ class Outcome(NamedTuple):
     """What forwards made of the model's buffers, as `Buffers.learn` wants it."""
     notices: list[str]
     """What a person should know."""
+    aside: float = 0.0
+    """Seconds that examining the loss took, besides."""
 
 
 class Leases:
@@ -388,7 +390,7 @@ class Leases:
         session.samples += sum(span.samples for span in step.own)
         sent = self._servers.sent - sent
         notices = session.buffers.notices()
-        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices)
+        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices, step.rehearsed)
 
     def close(self) -> None:
         with suppress(Exception):

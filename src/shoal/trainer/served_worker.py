@@ -249,6 +249,7 @@ class _Worker:
                 weight=outcome.weight,
                 logs=outcome.logs,
                 sent=outcome.sent,
+                aside=outcome.aside,
             ),
             [outcome.buffers, outcome.notices] if outcome.buffers or outcome.notices else None,
         )

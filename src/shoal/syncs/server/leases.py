@@ -107,15 +107,17 @@ class Book:
         if gone is not None and gone.hold is not None:
             gone.hold.range.holders.discard(worker)
 
-    def done(self, worker: int, lease: Lease, seconds: float, now: float) -> bool:
+    def done(self, worker: int, lease: Lease, seconds: float, now: float, aside: float = 0.0) -> bool:
         """A lease's gradient is on all servers, computed in so many seconds. False: it was there already.
+
+        `aside`: so many more it spent on something that it does not do every time.
 
         It counts whether or not this worker still has that lease, or has left.
         """
         self._now = max(self._now, now)
         member = self._workers.get(worker)
         if member is not None and member.hold is not None and member.hold.grant.lease == lease:
-            self._measure(member, member.hold, seconds, now)
+            self._measure(member, member.hold, seconds, now - aside)
             member.hold.range.holders.discard(worker)
             member.hold, member.waiting = None, False
             member.seen = member.ended = now

@@ -247,6 +247,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Sums and weights."""
     sent: int = 0
     """Bytes that this worker has sent for it."""
+    aside: float = 0.0
+    """Seconds that it has examined the loss meanwhile."""
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
