@@ -113,7 +113,7 @@ class TestWhatARunTold:
         assert (first.rate, first.norm, first.logs) == (0.1, None, {})
         kinds = [(row.kind, row.step) for row in store.events("r1")]
         assert kinds == [("RunStarted", 0), ("EvalDone", 2), ("CheckpointSaved", 2), ("Notice", 2)]
-        assert store.events("r1")[-1].data == {"text": "a\0b"}
+        assert store.events("r1")[-1].data == {"text": "a\0b", "quiet": False}
         assert "config" not in store.events("r1")[0].data
         (checkpoint,) = store.checkpoints("r1")
         assert (checkpoint.step, checkpoint.path, checkpoint.best) == (2, "/runs/1/2", True)
@@ -195,7 +195,7 @@ class TestAResumedRun:
         told = [(row.kind, row.step) for row in store.events("r1")]
         again = ("RunStarted", 7)
         assert told == [("RunStarted", 0), again, ("Notice", 7), again, again], "behind the start that found it out"
-        assert [row.data for row in store.events("r1") if row.kind == "Notice"] == [{"text": text}]
+        assert [row.data for row in store.events("r1") if row.kind == "Notice"] == [{"text": text, "quiet": False}]
 
     def test_one_step_and_all_steps_may_be_missing(self, store: Store) -> None:
         write(store, new_run(), started(), step(1))

@@ -670,3 +670,11 @@ def test_every_step_before_a_failure_is_told(tmp_path: Path) -> None:
             make(loss=late, epochs=50, callbacks=[note], run_dir=tmp_path / str(number)).fit()
         assert isinstance(caught.value, shoal.WorkerError) and caught.value.step == 17
         assert steps == list(range(1, 18))
+
+
+@pytest.mark.parametrize("strict", ["no", "yes", 1, None])
+def test_strict_is_true_or_false(strict: Any) -> None:
+    with pytest.raises(shoal.ConfigError, match=r"strict=.*must be True or False"):
+        shoal.Trainer(nn.Linear(2, 1), lambda m, b: m(b).mean(), lambda p: torch.optim.SGD(p), [0], strict=strict)
+    with pytest.raises(shoal.ConfigError, match=r"strict=.*must be True or False"):
+        shoal.launch(lambda session: None, workers=1, strict=strict)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.core.keys import derive
 from shoal.draws import here
-from shoal.draws.forward import Forward, Keying
+from shoal.draws.forward import PAST, Forward, Keying
 from shoal.draws.sites import learn
 from shoal.draws.stand import standing
 
@@ -58,7 +58,7 @@ class Calls:
             if self.keying.by_forward:
                 return made
             if forward.moved() or forward.strange:
-                self.keying.by_forward = forward.past or "the default generator has moved by more than our draws"
+                self.keying.by_forward = forward.past or PAST
             elif forward.new() and samples > 1:
                 self._learn(first, samples, seed, compute, forward)
             else:

@@ -25,6 +25,7 @@ _ANOTHER = 0xD1B54A32D192ED03
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _TURN, _PLACE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9
 _random_, _item = torch.Tensor.random_, torch.Tensor.item
+PAST = "something draws past torch's functions, as compiled graphs and operators in C++ do"
 _token = torch.empty(1, dtype=torch.int64, device="cpu")
 _twin = torch.Generator()
 
@@ -78,10 +79,18 @@ class Forward:
     """A forward over samples at these positions. One thread."""
 
     def __init__(
-        self, keying: Keying, positions: Sequence[int] | NDArray[np.int64], seed: int, *, recording: bool = False
+        self,
+        keying: Keying,
+        positions: Sequence[int] | NDArray[np.int64],
+        seed: int,
+        *,
+        recording: bool = False,
+        still: bool = False,
     ) -> None:
-        """`recording`: all draws are told of in `seen`, not only those at new sites."""
+        """`recording`: all draws are told of in `seen`, not only those at new sites. `still`: all samples, and all
+        turns at a place, draw the same numbers."""
         self.samples = len(positions)
+        self._still = still
         self.seen: list[Seen] = []
         self.strange: list[int] = []
         """Sites where something was drawn that its rule does not fit."""
@@ -92,7 +101,7 @@ class Forward:
         self.own: list[str] = []
         """What was drawn from with a generator of its own."""
         self._keying = keying
-        self._positions = positions
+        self._positions = [0] * len(positions) if still else positions
         self._spread: NDArray[np.uint64] | None = None
         self._seed = seed
         self._tokens: dict[int, tuple[int, Rule]] = {}
@@ -127,7 +136,7 @@ class Forward:
         return known[0]
 
     def _salt(self, draw: int) -> int:
-        turn = self._turns.get(draw, 0)
+        turn = 0 if self._still else self._turns.get(draw, 0)
         self._turns[draw] = turn + 1
         return (self._seed + draw * _PLACE + turn * _TURN) & _U64
 

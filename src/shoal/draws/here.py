@@ -66,7 +66,8 @@ def _device(device: Any) -> str:
 
 def _what(tensor: Tensor) -> str:
     if type(tensor) not in _PLAIN:
-        return f"for a {type(tensor).__name__}"
+        traced = type(tensor).__name__ in ("FunctionalTensor", "FakeTensor")
+        return "in a compiled graph" if traced else f"for a {type(tensor).__name__}"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return "for a nested tensor" if tensor.is_nested else f"for a tensor of layout {tensor.layout}"
     return f"on {tensor.device.type}" if not tensor.is_cpu else "inside torch.func"

@@ -113,3 +113,9 @@ def check_number(name: str, value: Any, what: str, holds: Callable[[float], bool
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(float(value)):
         raise ConfigError(f"{name}={value!r}; it must be {what}, or None")
+
+
+def check_flag(name: str, given: object) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError(f"{name}={given!r} is of type {type(given).__name__}; it must be True or False")
+    return given

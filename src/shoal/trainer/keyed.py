@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal.draws import here
-from shoal.draws.forward import Forward, Keying, seed_by_forward, seed_of
+from shoal.draws.forward import PAST, Forward, Keying, seed_by_forward, seed_of
 from shoal.draws.others import others_moved, seed_others, watch_others
 from shoal.draws.sites import Names, Rule, as_tree, from_tree, guess
 from shoal.draws.stand import standing
@@ -97,7 +97,7 @@ class Keyed:
         if forward is None:
             return Judgement.FINE
         if forward.moved() or forward.strange:
-            why = forward.past or "the default generator has moved by more than our draws"
+            why = forward.past or PAST
             if forward.strange:
                 why = "one place in the code draws for samples in different ways"
             self.by_forward(why)

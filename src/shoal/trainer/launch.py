@@ -16,7 +16,7 @@ from shoal.core import spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
-from shoal.trainer.arguments import as_path, check_callbacks, check_functions, check_whole
+from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
 from shoal.trainer.run import run
@@ -74,7 +74,7 @@ def launch(
             start = Start(
                 seed=seed,
                 deterministic=deterministic,
-                strict=strict,
+                strict=check_flag("strict", strict),
                 collective=collective,
                 codec=codec_spec,
                 run_id=place.run_id,

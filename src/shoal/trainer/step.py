@@ -117,6 +117,11 @@ class Loop:
         """Whether nothing but the workers cuts a step."""
         return not self.session.deterministic and (self._given is None or self._given >= self.course.batch)
 
+    def again(self, step: StepSpan, spans: Sequence[Span]) -> Any:
+        """The batch of a forward, made anew."""
+        (batch,) = self.fetcher.fetch(self._asking(step, [spans]))
+        return batch
+
     def parts(self, step: StepSpan, start: int, samples: int) -> Callable[[int, int], Any]:
         """For trials: makes batches of samples of a step, counted from the one at `start`."""
         (wanted,) = self._asking(step, [[Span(0, start, start + samples)]])
@@ -280,6 +285,7 @@ class Step:
                 if self._judged is Judgement.LEARN:
                     samples = min(MOST_SAMPLES, self._count)
                     yield from self._rehearse(self._spans[0].start, samples, counts=False)
+                self._load_again(place)
                 continue
             if not self._calls:
                 raise ConfigError("a batch of the step was used without step.backward(loss); call it for each batch")
@@ -323,6 +329,12 @@ class Step:
             self._batches = self._to_device(self._loop.take(self.span))
             self._session.times.data += time.perf_counter() - begun
         return self._batches
+
+    def _load_again(self, place: int) -> None:
+        """A batch anew: the loss may have changed the one that it got."""
+        assert self._batches is not None
+        spans, _ = self._batches[place]
+        self._batches[place : place + 1] = self._to_device([(spans, self._loop.again(self.span, spans))])
 
     def _to_device(self, batches: list[tuple[list[Span], Any]]) -> list[tuple[list[Span], Any]]:
         device = self._session.device
@@ -649,7 +661,10 @@ class Step:
         for name, param in trained:
             if param.grad is not None and not torch.isfinite(param.grad).all():
                 return f"all parameters are finite; the first whose gradient is not is {name!r}"
-        return "all parameters and gradients are finite"
+        return (
+            "all parameters and gradients are finite: perhaps nothing counts in what this worker computes, so that its "
+            "loss is 0 / 0, and (sum, weight) should be returned"
+        )
 
     def _shares(self) -> list[list[tuple[int, int]]]:
         """For each rank the positions of the epoch that it computes."""

@@ -30,6 +30,7 @@ from shoal.trainer.arguments import (
     as_path,
     check_builder,
     check_callbacks,
+    check_flag,
     check_functions,
     check_loss,
     check_model,
@@ -203,7 +204,7 @@ class Trainer(Configured):
         check_buffers(self.model, buffers, self.sync)
         self.seed = seed
         self.deterministic = bool(deterministic)
-        self.strict = bool(strict)
+        self.strict = check_flag("strict", strict)
         self.name = check_name(default_name() if name is None else str(name))
         self.run_dir = None if run_dir is None else as_path("run_dir", run_dir).absolute()
         self.resume = resume

@@ -53,6 +53,18 @@ def info_nce(part: slice) -> float:
     return float((np.log(np.exp(scores).sum(1)) - np.diag(scores)).mean())
 
 
+def triplet(part: slice) -> float:
+    """The hardest of the others: 0 for a sample alone."""
+    scores = np.abs(SCORES[part, part])
+    return float(np.maximum(scores.max(1) - 2.0, 0.0).mean())
+
+
+def selected(part: slice) -> float:
+    """A mean over the samples that are marked, which some parts have none of."""
+    marked = LOSSES[part][TRUTHS[part] > 0]
+    return float(marked.mean()) if len(marked) else float("nan")
+
+
 def run(answer: Callable[[Ask], Taken], samples: int = ALL, known: dict[int, Rule] | None = None) -> Finding:
     """Play an examination to its end."""
     examination = examine(samples, known or {})
@@ -104,6 +116,17 @@ def test_losses_are_told_apart(loss: Part, kind: Kind, samples: int) -> None:
     single_only = run(_without_double(answering(loss)), samples).kind
     # in single precision some curves look like quotients of sums: then only what to write is wrong
     assert single_only is kind or (kind is Kind.COUPLED and single_only is Kind.WEIGHTED)
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("samples", [24, 32, ALL])
+def test_losses_that_are_often_nothing_are_no_weighted_means(samples: int, double: bool) -> None:
+    answer = answering(triplet) if double else _without_double(answering(triplet))
+    assert run(answer, samples).kind is Kind.COUPLED
+
+
+def test_parts_in_which_nothing_counts_are_left_out() -> None:
+    assert run(answering(selected)).kind is Kind.WEIGHTED
 
 
 def _without_double(answer: Callable[[Ask], Taken]) -> Callable[[Ask], Taken]:
@@ -249,7 +272,7 @@ def test_a_generator_of_its_own_is_named() -> None:
     by_place = answering(lambda part: float((LOSSES[part] * SCORES[0, : part.stop - part.start]).mean()))
     assert run(lambda ask: replace(by_place(ask), own=("torch.rand",))).kind is Kind.UNKEYED
     found = run(lambda ask: replace(by_place(ask), others=("numpy's generator",)))
-    assert (found.kind, found.detail) == (Kind.UNKEYED, "numpy's generator")
+    assert found.kind is Kind.UNKEYED and found.detail.startswith("numpy's generator")
 
 
 def test_a_permutation_is_named() -> None:
@@ -318,7 +341,7 @@ def test_each_kind_has_one_sentence_that_says_what_to_write(kind: Kind) -> None:
 
 def test_sentences_name_what_was_found() -> None:
     assert "'calls'" in sentence(Finding(Kind.STATEFUL, detail="calls"))
-    assert "something that the model or the loss remembers" in sentence(Finding(Kind.STATEFUL))
+    assert "the model or the loss remembers something" in sentence(Finding(Kind.STATEFUL))
     assert "by torch.randperm" in sentence(Finding(Kind.COUPLED, detail="torch.randperm"))
     assert "torch.randn" in sentence(Finding(Kind.UNKEYED, detail="torch.randn"))
     assert "on cuda" in by_forward("on cuda") and "'seen'" in left("seen")

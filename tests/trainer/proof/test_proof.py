@@ -249,6 +249,68 @@ def test_a_loop_that_is_left_in_a_part_goes_no_further_in_the_fork(leaves: str, 
     assert "not proven on the first batch: the loop was left in a part of the batch" in text
 
 
+def test_a_forward_that_is_computed_again_gets_a_batch_of_its_own() -> None:
+    """Something is drawn at a new place in the third step, after the second look, and the loss changes its batch."""
+    seen: list[float] = []
+    steps = [0]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        x, y = batch.pop("x"), batch.pop("y")
+        x.mul_(10.0)
+        if rehearsals.playing() is None:
+            seen.append(float(x.abs().mean()))
+        noise = torch.randn_like(x) if steps[0] == 2 else 0.0
+        return F.mse_loss(model(x / 10.0 + 0.01 * noise)[:, :1], y)
+
+    here = Alone()
+    here.session.overlap_backward()
+    data = [{"x": x.clone(), "y": y} for x, y in zip(X, X.sum(1, keepdim=True), strict=True)]
+    for step in here.steps(3, micro_batch=None, data=data):
+        for batch in step:
+            step.compute(loss, here.model, batch)
+        step.apply(here.optimizer)
+        steps[0] += 1
+    assert len(seen) == 4 and seen[2] == seen[3]
+
+
+def test_an_error_after_the_gap_is_known_does_not_hide_it() -> None:
+    """BatchNorm outside of the model: it fails for the single samples that the reason is looked for with."""
+    norm = nn.BatchNorm1d(8)
+    text = Alone().train(lambda model, batch: F.cross_entropy(model(norm(batch[0])), batch[2]))
+    assert "is not made of those of its parts" in text[0]
+    with pytest.raises(shoal.ConfigError, match="strict"):
+        Alone(strict=True).train(lambda model, batch: F.cross_entropy(model(norm(batch[0])), batch[2]))
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.drop = torch.jit.script(nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.drop(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_draws_that_cannot_be_keyed() -> None:
+    said = Alone(model=Scripted()).train(good, steps=2)
+    assert sum("cannot be keyed by sample" in text for text in said) == 1
+    with pytest.raises(shoal.ConfigError, match="cannot be keyed by sample"):
+        Alone(strict=True, model=Scripted()).train(good)
+    here = Alone(strict=True, model=Scripted())
+    here.train(good, micro_batch=None)
+    assert [event.quiet for event in here.events if isinstance(event, Notice) and "keyed" in event.text] == [True]
+
+
+def test_draws_in_a_loop_over_samples_are_not_taken_for_coupling() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        rows = torch.stack([row + 0.1 * torch.randn(8) for row in batch[0]])
+        return F.cross_entropy(model(rows), batch[2])
+
+    assert "not keyed by sample (it draws in a loop over samples" in Alone().train(loss)[0]
+
+
 def test_several_losses_of_a_part_add_up() -> None:
     worker = Alone(strict=True)
     for step in worker.steps():

@@ -47,6 +47,8 @@ class Ask:
     stop: int
     rules: dict[int, Rule]
     double: bool = False
+    still: bool = False
+    """Whether all samples draw the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,11 @@ def gap_of(whole: Taken, parts: Sequence[Taken]) -> float:
     return max(gap, abs(whole.weight - weight) / whole.weight) if whole.given else gap
 
 
-def examine(samples: int, known: dict[int, Rule]) -> Examination:
-    """Examine a loss on so many samples. Ends early, and well, with a single one: there is nothing to be seen."""
+def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | None = None) -> Examination:
+    """Examine a loss on so many samples. Ends early, and well, with a single one: there is nothing to be seen.
+
+    Once it is known that something is wrong, and only the reason is asked for, that is put into `suspected`.
+    """
     if samples < 2:
         only = yield Ask(0, samples, known)
         return Finding(Kind.UNPROVEN, detail="there is a single sample", draws=bool(only.seen), by_forward=only.past)
@@ -147,6 +152,8 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
             if rest <= bound:
                 return replace(found, gap=gap)  # rounding, where large terms cancel
             taken, gap, double = doubled, rest, True
+    if suspected is not None:
+        suspected.append(replace(found, kind=Kind.EITHER, gap=gap))
     kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
     if kind in (Kind.COUPLED, Kind.EITHER) and doubtful:
         shape = " × ".join(map(str, doubtful[0]))
@@ -155,11 +162,13 @@ def examine(samples: int, known: dict[int, Rule]) -> Examination:
     return replace(found, kind=kind, gap=gap, detail=detail)
 
 
-def _three(samples: int, rules: dict[int, Rule], *, double: bool = False) -> Generator[Ask, Taken, list[Taken]]:
+def _three(
+    samples: int, rules: dict[int, Rule], *, double: bool = False, still: bool = False
+) -> Generator[Ask, Taken, list[Taken]]:
     middle, _ = parts_of(samples)
     taken = []
     for start, stop in ((0, samples), (0, middle), (middle, samples)):
-        taken.append((yield Ask(start, stop, rules, double)))
+        taken.append((yield Ask(start, stop, rules, double, still)))
     return taken
 
 
@@ -243,7 +252,11 @@ def _reason(
         if some >= PARTS and (yield from _is_weighted(some, rules, double)):
             return Kind.WEIGHTED, ""
     if whole.others:
-        return Kind.UNKEYED, " and ".join(whole.others)
+        return Kind.UNKEYED, f"{' and '.join(whole.others)}; or samples see each other"
+    if whole.seen:
+        still = yield from _three(samples, rules, double=double, still=True)
+        if all(each.samples for each in still) and gap_of(still[0], still[1:]) <= bound:
+            return Kind.UNKEYED, "it draws in a loop over samples, or collate changes their order"
     return (Kind.COUPLED if samples >= PARTS else Kind.EITHER), ""
 
 
@@ -273,15 +286,22 @@ def _is_weighted(samples: int, rules: dict[int, Rule], double: bool) -> Generato
             found[start, stop] = taken.loss
     losses = np.array(list(found.values()))
     whole = found[0, PARTS]
-    spread = float(np.abs(losses - whole).max())
+    spread = float(np.nanmax(np.abs(losses - whole)))
     sizes = np.diff(edges)
     parts = sum(size * found[number, number + 1] for number, size in enumerate(sizes)) / sizes.sum()
-    if not np.isfinite(losses).all() or not abs(parts - whole) > BOUND * spread:
+    if not math.isfinite(whole) or abs(parts - whole) <= BOUND * spread:
         return False  # nothing can be seen in these samples
-    rows = np.zeros((len(found), 2 * PARTS + 2))
-    for row, ((start, stop), loss) in zip(rows, found.items(), strict=True):
+    # a part in which nothing counts has no loss, and tells nothing
+    finite = {run: loss for run, loss in found.items() if math.isfinite(loss)}
+    rows = np.zeros((len(finite), 2 * PARTS + 2))
+    for row, ((start, stop), loss) in zip(rows, finite.items(), strict=True):
         row[start:stop] = row[PARTS] = (loss - whole) / spread
         row[PARTS + 1 + start : PARTS + 1 + stop] = row[2 * PARTS + 1] = -1.0
-    values = np.linalg.svd(rows, compute_uv=False)
-    noise = (1e-12 if double else 1e-6) * max(1.0, abs(whole) / spread)
-    return bool(values[-1] <= max(10.0 * noise, 1e-9) * values[0])
+    if len(rows) <= rows.shape[1]:
+        return False
+    _, values, vectors = np.linalg.svd(rows)
+    noise = max(10.0 * (1e-12 if double else 1e-6) * max(1.0, abs(whole) / spread), 1e-9) * values[0]
+    weights = vectors[-1, : PARTS + 1]
+    one_sign = min(-weights.min(), weights.max()) <= 1e-3 * np.abs(weights).max() or weights.max() <= 0.0
+    # one solution, and weights that are such: where most losses are 0 there are many
+    return bool(values[-1] <= noise < values[-2] and one_sign)

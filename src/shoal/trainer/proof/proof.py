@@ -32,6 +32,7 @@ class Proof:
         self._again_at = -1
         self._said_by_forward = False
         self._older = False
+        self._alone = False
 
     def begin(self, start: int, course: Course, *, older: bool) -> None:
         """A loop begins with this step; `older`: from a checkpoint that knows nothing of draws."""
@@ -59,11 +60,14 @@ class Proof:
         Raises ConfigError in strict runs, for what was found on the first batch.
         """
         first = not self.keyed.proven
+        self._alone = alone
         self.keyed.found(finding, counts=counts and first)
         if not counts:
             self.keyed.guess()  # where the rehearsal has not been there
         elif first or finding.kind is not Kind.UNPROVEN:
             self._say(finding, step, refuses=first and self._strict and not alone, quiet=alone)
+            # it was just said, in other words
+            self._said_by_forward = self._said_by_forward or (finding.kind is Kind.UNKEYED and bool(finding.by_forward))
         self.say_of_draws(step)
 
     def _say(self, finding: Finding, step: int, *, refuses: bool, quiet: bool) -> None:
@@ -86,10 +90,13 @@ class Proof:
         self.say_of_draws(step)
 
     def say_of_draws(self, step: int) -> None:
+        """Raises ConfigError in strict runs, if draws cannot be keyed."""
         why = self.keyed.keying.by_forward
         if why and not self._said_by_forward:
             self._said_by_forward = True
-            self._tell(Notice(step=step, text=by_forward(why)))
+            if self._strict and not self._alone:
+                raise ConfigError(f"strict=True: {by_forward(why)}")
+            self._tell(Notice(step=step, text=by_forward(why), quiet=self._alone))
         if self._older and self.keyed.draws:
             self._older = False
             self._tell(Notice(step=step, text=anew()))

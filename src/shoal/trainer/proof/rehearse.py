@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.draws import here
-from shoal.draws.forward import Forward, Keying, seed_of
+from shoal.draws.forward import PAST, Forward, Keying, seed_of
 from shoal.draws.sites import as_tree, from_tree
 from shoal.engines.lifeline import die_with_parent
 from shoal.trainer import counted
@@ -95,6 +95,7 @@ class Rehearsal:
         self._pipe: int | None = None
         self._ask: Ask | None = None
         self._taken: Taken | None = None
+        self._suspected: list[Finding] = []
         self._forward: Forward | None = None
         self._half = False
         self._numbers: dict[str, float] = {}
@@ -180,7 +181,7 @@ class Rehearsal:
             for part in module.modules():
                 if isinstance(part, _BatchNorm):
                     part.training = False  # it couples samples by design, which is said elsewhere
-        examination: Examination = examine(self._samples, dict(self._keying.rules))
+        examination: Examination = examine(self._samples, dict(self._keying.rules), self._suspected)
         answer: Taken | None = None
         while True:
             try:
@@ -222,7 +223,7 @@ class Rehearsal:
         self._keying.fresh = dict(ask.rules)
         positions = range(self._first + ask.start, self._first + ask.stop)
         self._numbers = _numbers(self._modules)
-        self._forward = Forward(self._keying, positions, self._seed, recording=True)
+        self._forward = Forward(self._keying, positions, self._seed, recording=True, still=ask.still)
         self._forward.begin()
         self._generators = _generators()
         here.enter(self._forward)
@@ -273,7 +274,9 @@ class Rehearsal:
         if self._ask is not None and self._ask.double and self._catches:
             self._taken = _NOT_COMPUTED
             return
-        self._leave(Finding(Kind.UNPROVEN, detail=f"{type(error).__name__} in a part of the batch: {error}"[:300]))
+        why = f"{type(error).__name__} in a part of the batch: {error}"[:300]
+        # what is known by then stays known, though its reason cannot be found
+        self._leave(self._suspected[-1] if self._suspected else Finding(Kind.UNPROVEN, detail=why))
 
     def give_up(self, why: str) -> None:
         """What the loop is about to do cannot be done here."""
@@ -327,7 +330,7 @@ def _eager() -> AbstractContextManager[Any]:
 def _past(forward: Forward) -> str:
     if forward.past:
         return forward.past
-    return "the default generator has moved by more than our draws" if forward.moved() else ""
+    return PAST if forward.moved() else ""
 
 
 def _end(pid: int) -> None:

@@ -32,9 +32,9 @@ def sentence(finding: Finding) -> str:
             )
         case Kind.EITHER:
             return (
-                f"the loss of a batch is not made of those of its parts ({off}), and these are too few samples to tell "
-                "why: it is a weighted mean (return (sum, weight)), or samples see each other (write it per sample) "
-                f"{_SEE}"
+                f"the loss of a batch is not made of those of its parts ({off}), and it cannot be told here why: it is "
+                "a weighted mean (return (sum, weight)), or samples see each other, as in BatchNorm (write it per "
+                f"sample) {_SEE}"
             )
         case Kind.UNKEYED:
             return (
@@ -42,18 +42,23 @@ def sentence(finding: Finding) -> str:
                 f"batch is split. Draw with torch's default generator, in a shape that holds the samples {_SEE}"
             )
         case Kind.STATEFUL:
-            what = f"{finding.detail!r}" if finding.detail else "something that the model or the loss remembers"
+            if not finding.detail:
+                return (
+                    "the same samples gave another loss when they were computed again: the model or the loss remembers "
+                    "something (move that into after_step=, or keep it in a buffer), or draws from a generator of its "
+                    f"own (draw from torch's default one) {_SEE}"
+                )
             return (
-                f"the forward changes {what} each time it runs, and it runs once per worker and micro-batch in a step: "
-                f"move that into after_step=, or keep it in a buffer {_SEE}"
+                f"the forward changes {finding.detail!r} each time it runs, and it runs once per worker and "
+                f"micro-batch in a step: move that into after_step=, or keep it in a buffer {_SEE}"
             )
     return ""
 
 
 def by_forward(why: str) -> str:
     return (
-        f"random numbers are drawn past Shoal ({why}), as by compiled graphs, C++ operators and on GPUs: all draws of "
-        "a forward are seeded by its first sample instead, so the result depends on how a batch is split over workers"
+        f"random numbers cannot be keyed by sample ({why}): all draws of a forward are seeded by its first sample "
+        "instead, so the result depends on how a batch is split over workers (docs/limits.md)"
     )
 
 
