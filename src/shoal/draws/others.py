@@ -46,6 +46,10 @@ class Twinned:
         self._in_step = False
         self._seed(seed)
 
+    def forget(self) -> None:
+        """Others may have drawn since it was last watched: the next watch begins anew."""
+        self._in_step = False
+
     def begin(self, seed: int) -> None:
         self.certain = self._shared or not self._in_step
         if self.certain:
@@ -78,6 +82,12 @@ def seed_others(seed: int) -> None:
     """Seed both."""
     PYTHON.seed(seed)
     NUMPY.seed(seed)
+
+
+def forget_others() -> None:
+    """Nothing is known about who has drawn from them so far."""
+    PYTHON.forget()
+    NUMPY.forget()
 
 
 def watch_others(seed: int) -> None:

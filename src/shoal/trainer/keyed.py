@@ -11,7 +11,7 @@ import torch
 
 from shoal.draws import here
 from shoal.draws.forward import PAST, Forward, Keying, seed_by_forward, seed_of
-from shoal.draws.others import others_moved, seed_others, watch_others
+from shoal.draws.others import forget_others, others_moved, seed_others, watch_others
 from shoal.draws.sites import Names, Rule, as_tree, from_tree, guess
 from shoal.draws.stand import standing
 from shoal.trainer import counted
@@ -56,6 +56,7 @@ class Keyed:
 
     def within(self) -> AbstractContextManager[Any]:
         """Around all steps of a loop."""
+        forget_others()
         stack = ExitStack()
         stack.enter_context(standing())
         stack.enter_context(counted.counting())
