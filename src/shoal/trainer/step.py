@@ -44,6 +44,8 @@ FLAGS = _SAVE + 1
 """Flags before those of the parameters: one for each reason to stop, one that asks all workers to agree on something
 new in this step, one that asks all to leave the group after it, because members are to change, and one that asks all
 for their part of a checkpoint."""
+ENOUGH_SAMPLES = 8
+"""Samples that are examined, where a forward has so many."""
 HEAD = 2
 """Sums in double precision before those of buffers: weight, loss."""
 
@@ -130,7 +132,10 @@ class Loop:
     def rehearsed(self, step: StepSpan) -> int:
         """How many samples of a step are examined before it: not more than a forward has, the same on all workers."""
         share = max(2, step.samples // self.session.workers)
-        return min(MOST_SAMPLES, step.samples, share if self._given is None else self._given)
+        if self._given is not None:
+            share = self._given
+        # half of it is enough where there are many, and costs half: whole and parts are two forwards over these samples
+        return min(MOST_SAMPLES, step.samples, max(min(share, ENOUGH_SAMPLES), share // 2))
 
     def from_now_on(self, number: int) -> None:
         """What was asked ahead, from this step on, is to be asked again."""
