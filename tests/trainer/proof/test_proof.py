@@ -133,7 +133,7 @@ def test_not_more_samples_are_tried_than_a_forward_has(tmp_path: Path) -> None:
                 file.write(f"{len(batch[0])} ")
         return F.mse_loss(model(batch[0])[:, :1], batch[1])
 
-    for limit, expected in ((10, "8 3 5 "), (None, "48 18 30 ")):
+    for limit, expected in ((10, "8 3 5 "), (None, "24 9 15 ")):
         sizes.unlink(missing_ok=True)
         worker = Alone(model=nn.Linear(8, 1))
         assert worker.train(loss, micro_batch=limit) == [] and sizes.read_text() == expected
