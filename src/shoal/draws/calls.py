@@ -45,8 +45,6 @@ class Calls:
         """`others`: Python's and numpy's generators are seeded too, alike in all calls with one seed."""
         self.keying = Keying()
         self._others = others
-        self.draws = False
-        """Whether anything was drawn so far."""
 
     def make(self, first: int, samples: int, seed: int, compute: Callable[[int, int], Made]) -> Made:
         """What `compute(0, samples)` gives, for samples at positions from `first` on.
@@ -63,7 +61,6 @@ class Calls:
                 self._learn(first, samples, seed, compute, forward)
             else:
                 return made
-            self.draws = True
             return self._once(first, 0, samples, seed, compute)[0]
 
     def _learn(

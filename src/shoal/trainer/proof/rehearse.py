@@ -229,7 +229,7 @@ class Rehearsal:
         here.enter(self._forward)
         counted.begin()
 
-    def take(self, loss: Loss, samples: int | None = None) -> None:
+    def take(self, loss: Loss) -> None:
         """The loss of the part that was yielded last. Several of them in one part add up."""
         ask, forward = self._ask, self._forward
         assert ask is not None and forward is not None
