@@ -18,6 +18,7 @@ from shoal.elastic.board import Board
 from shoal.elastic.control import Control, Finished, Left
 from shoal.elastic.coordinator import serve
 from shoal.elastic.membership import Plan
+from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.trainer.channel import leave_sigterm_to_the_supervisor
 from shoal.trainer.elastic_channel import ElasticChannel
@@ -64,6 +65,7 @@ def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -
     leave_sigterm_to_the_supervisor()
     begin_log(task.start.logs, seat)
     torch.set_num_threads(1)
+    keep_freed_memory()
     _Worker(seat, link, access, board, task).run()
 
 

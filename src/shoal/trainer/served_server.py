@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 
 from shoal.core.seats import FIRST_SERVER
+from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.syncs.server.serving import serve
 from shoal.syncs.server.setup import Setup
@@ -26,6 +27,7 @@ def be_server(number: int, link: Link, host: str, setup: Setup, start: Start, pl
     seat = FIRST_SERVER + number
     begin_log(start.logs, seat)
     torch.set_num_threads(1)
+    keep_freed_memory()
     failed: Failed | None = None
     try:
         if place is not None:

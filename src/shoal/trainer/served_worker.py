@@ -18,6 +18,7 @@ from torch import nn
 from shoal.core.errors import ShoalError
 from shoal.core.traffic import GRADIENT, LOOPBACK, NETWORK
 from shoal.data.parcel import seal, unseal
+from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Placement, Ready, Work, encode
 from shoal.syncs.server.setup import Setup
@@ -89,6 +90,7 @@ def be_served_worker(
     leave_sigterm_to_the_supervisor()
     begin_log(task.start.logs, seat)
     torch.set_num_threads(1)
+    keep_freed_memory()
     _Worker(seat, link, host, setup, task, make_client or _client).run()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from shoal.core.errors import CheckpointError, ConfigError, GroupError
 from shoal.core.events import Notice
+from shoal.engines.heap import keep_freed_memory
 from shoal.engines.script import ended, run_script_on, take_listener
 from shoal.engines.world import World
 from shoal.trainer.channel import DirectChannel, StopSignals
@@ -53,6 +54,7 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
         )
     if device.type == "cpu":
         torch.set_num_threads(1)
+        keep_freed_memory()
     else:
         torch.cuda.set_device(device)
     try:

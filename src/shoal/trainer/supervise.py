@@ -18,6 +18,7 @@ from shoal.core.errors import ShoalError
 from shoal.core.events import Notice, Stop
 from shoal.data.parcel import seal, unseal
 from shoal.elastic.board import Board
+from shoal.engines.heap import keep_freed_memory
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
 from shoal.engines.places import Place, enter, spread
 from shoal.trainer.channel import (
@@ -96,6 +97,7 @@ def _worker(
     leave_sigterm_to_the_supervisor()
     begin_log(start.logs, rank)
     torch.set_num_threads(1)
+    keep_freed_memory()
     channel = LinkChannel(link, speaks=rank == 0)
     session: Session | None = None
     failed: Failed | None = None
