@@ -26,6 +26,7 @@ from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
+from shoal.syncs.updating import update
 from shoal.trainer.channel import REASONS
 from shoal.trainer.device import moved
 from shoal.trainer.keyed import Judgement
@@ -532,7 +533,7 @@ class Step:
         self._count_exchange()
         session.before_change()
         with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
-            optimizer.step()
+            update(optimizer)
         self._update = self._update._replace(norm=norm)
         return self._update
 

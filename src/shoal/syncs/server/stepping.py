@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.syncs.server import optimizers
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.used import is_used
+from shoal.syncs.updating import update
 
 _CHUNK = 1 << 16
 """Elements whose squares are summed at once in double precision: they stay in the cache."""
@@ -119,7 +120,7 @@ class Stepper:
         try:
             for group, rate in zip(groups, (rate for rate in rates or () if not math.isnan(rate)), strict=True):
                 group["lr"] = rate
-            self._optimizer.step()
+            update(self._optimizer)
         finally:
             for group, usual in zip(groups, usuals, strict=True):
                 group["lr"] = usual
