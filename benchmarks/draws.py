@@ -1,8 +1,12 @@
-"""Works that draw random numbers in their forward, as dropout does, and each of them without: `cnn` and `cnn:dry`."""
+"""Works that draw random numbers in their forward, as dropout does.
+
+Each of them also without (`cnn:dry`), and with AdamW's fused kernel in all arms (`cnn:fused`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -235,3 +239,4 @@ MAKERS: dict[str, Callable[[bool], Work]] = {
     "gru": partial(recurrent, nn.GRU),
 }
 WORKS = {name + end: make(wet) for name, make in MAKERS.items() for end, wet in (("", True), (":dry", False))}
+WORKS |= {f"{name}:fused": replace(WORKS[name], fused=True) for name in MAKERS}

@@ -25,7 +25,8 @@ RANDOM = {
     "gru": Entry(32, hand=0.97),
 }
 DRY = {f"{name}:dry": Entry(entry.batch) for name, entry in RANDOM.items()}
-ROSTER = STEADY | RANDOM | DRY
+FUSED = {f"{name}:fused": Entry(entry.batch) for name, entry in RANDOM.items()}
+ROSTER = STEADY | RANDOM | DRY | FUSED
 
 HAND = {name: entry.hand for name, entry in ROSTER.items() if entry.hand is not None}
 """The lower end of the interval of Shoal's speed relative to the hand-written loop must not be below this."""
@@ -33,7 +34,13 @@ PLAIN = dict.fromkeys(RANDOM, 1.0)
 """The median of its speed relative to one plain process must not be below this."""
 
 BATCH = {name: entry.batch for name, entry in ROSTER.items()}
-GROUPS = {"all": [*STEADY, *RANDOM], "steady": list(STEADY), "random": list(RANDOM), "dry": list(DRY)}
+GROUPS = {
+    "all": [*STEADY, *RANDOM],
+    "steady": list(STEADY),
+    "random": list(RANDOM),
+    "dry": list(DRY),
+    "fused": list(FUSED),
+}
 
 
 def default_arms(work: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ examples
   python benchmarks/run.py speed                              all models
   python benchmarks/run.py speed --work random --check        those that draw random numbers; exit code 1 if one is slow
   python benchmarks/run.py speed --work cnn,cnn:dry           one of them, with its dropout and without
+  python benchmarks/run.py speed --work cnn:fused             and where all arms have AdamW(fused=True)
   python benchmarks/run.py speed --work mlp --rounds 60       narrower intervals
   python benchmarks/run.py speed --arms hand,hand             an arm against itself: what the machine can resolve
   python benchmarks/run.py speed --tree ../other              the Shoal of another folder
@@ -196,7 +197,7 @@ def work_list(text: str) -> list[str]:
     """Names and groups of them, each work once."""
     works = [work for name in text.split(",") for work in GROUPS.get(name, [name])]
     if unknown := sorted(set(works) - set(ROSTER)):
-        known = f"{', '.join([*GROUPS['all'], *GROUPS])}, and NAME:dry for {', '.join(RANDOM)}"
+        known = f"{', '.join([*GROUPS['all'], *GROUPS])}, and NAME:dry and NAME:fused for {', '.join(RANDOM)}"
         raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}; works are {known}")
     return list(dict.fromkeys(works))
 
@@ -219,9 +220,9 @@ def arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("speed", help=f"time per training step on {WORKERS} workers")
     add = one.add_argument
-    works = f"some of {','.join(GROUPS['all'])}, cnn:dry and so on, or of {','.join(GROUPS)} (default all)"
+    works = f"some of {','.join(GROUPS['all'])}, cnn:dry, cnn:fused and so on, or of {','.join(GROUPS)} (default all)"
     which = f"some of {','.join(SCRIPTS)}; all are compared with shoal, or else with the first"
-    usual = f"default {','.join(default_arms('gpt'))}, and {','.join(default_arms('cnn'))} for random and dry"
+    usual = f"default {','.join(default_arms('gpt'))}, and {','.join(default_arms('cnn'))} for the others"
     add("--work", type=work_list, default=GROUPS["all"], metavar="WORKS", help=works)
     add("--arms", type=arm_list, metavar="ARMS", help=f"{which} ({usual})")
     add("--rounds", type=round_count, default=40, help="rounds that count, one turn of every arm in each (default 40)")

@@ -25,9 +25,10 @@ class Work:
     loss: Callable[[nn.Module, Batch], Tensor]
     batch_size: int  # global, over all workers
     collate: Callable[[list[Any]], Batch] | None = None  # None is torch's default
+    fused: bool | None = None  # AdamW's kernel; None is torch's default, and leaves it open
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-4)
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=self.fused)
 
 
 # ---- a small GPT: few large operations, compute-bound

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 STEADY = ["gpt", "mlp"]
 RANDOM = ["gpt-dropout", "cnn", "encoder", "bert", "vae", "denoiser", "lstm", "gru"]
 DRY = [f"{name}:dry" for name in RANDOM]
+FUSED = [f"{name}:fused" for name in RANDOM]
 SAMPLES, FIRST = 6, 2  # of a batch, and of its first part
 
 
@@ -70,7 +71,7 @@ def test_a_work_that_draws_does_so_in_each_loss(bench: SimpleNamespace, name: st
 
 
 def test_the_harness_knows_every_work_and_its_batch(bench: SimpleNamespace) -> None:
-    assert list(bench.roster.ROSTER) == [*STEADY, *RANDOM, *DRY]
+    assert list(bench.roster.ROSTER) == [*STEADY, *RANDOM, *DRY, *FUSED]
     assert {name: bench.works[name].batch_size for name in bench.roster.ROSTER} == bench.roster.BATCH
     assert bench.run.work_list("cnn:dry,steady,gpt") == ["cnn:dry", *STEADY]
 
