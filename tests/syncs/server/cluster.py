@@ -45,6 +45,7 @@ from shoal.syncs.server.post import Line
 from shoal.syncs.server.serving import serve
 from shoal.syncs.server.setup import Memory, Setup
 from shoal.syncs.server.used import pack_used
+from shoal.syncs.updating import update
 from shoal.wire.curve import Keys
 from shoal.wire.link import Link
 
@@ -110,7 +111,7 @@ def reference(setup: Setup, steps: int, scale: float = 1.0) -> Tensor:
         first, second = (gradient(setup, Lease(step, *half)) for half in HALVES)
         for number, param in enumerate(params):
             param.grad = (setup.cut.view(first, number) + setup.cut.view(second, number)) * scale
-        optimizer.step()
+        update(optimizer)
         schedule.step()
     area = torch.zeros(setup.cut.size, dtype=torch.uint8)
     for number, param in enumerate(params):

@@ -13,6 +13,7 @@ from shoal.core.spec import Int8, Server
 from shoal.syncs.server.client import Client
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
+from shoal.syncs.updating import update
 
 from .cluster import HERE, THERE, Cluster, make_setup, model, optimizer_of, schedule_of
 
@@ -35,7 +36,7 @@ def in_one_process(steps: int) -> list[Tensor]:
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(net, step).backward()
-        optimizer.step()
+        update(optimizer)
         schedule.step()
     return [param.detach() for param in net.parameters()]
 
