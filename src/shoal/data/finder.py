@@ -1,4 +1,4 @@
-"""Finds the generators that a data set and its `collate` have of their own."""
+"""Finds what a data set and its `collate` have of their own that matters in several processes: generators, files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from shoal.core.keys import derive
 from shoal.data.generators import Source, identity, is_generator, own_source, shared_by_all
 from shoal.data.reach import reachable
+from shoal.data.shared import is_new, what_is_shared
+from shoal.engines.openfiles import take_failures
 
 _MOST = 256
 """Generators of one data set. Each costs a microsecond for every item that is fetched."""
@@ -23,12 +25,18 @@ class Finder:
         self._roots = roots
         self._known: dict[int, Any] = dict.fromkeys(shared_by_all())
         self._count = 0
-        self.notices: list[str] = []
-        """What a person should know of generators that were found."""
+        self._looked = False
+        self.notices: list[str] = [
+            f"{path} was open before the workers were forked and cannot be opened again ({why}): they have one "
+            "position in it, and one may read what another has looked for; open it in __getitem__"
+            for path, why in (take_failures() if roots else {}).items()
+        ]
+        """What a person should know of what was found."""
 
     def more(self) -> list[Source]:
-        """Those that were not found before."""
+        """Those generators that were not found before."""
         found = []
+        shared: dict[str, list[str]] = {}
         for path, thing in reachable(self._roots):
             if is_generator(thing) and identity(thing) not in self._known:
                 # kept, so that its identity stays its own
@@ -36,6 +44,12 @@ class Finder:
                 source = self._source(path, thing)
                 if source is not None:
                     found.append(source)
+            elif (text := what_is_shared(thing)) and is_new(thing):
+                shared.setdefault(text, []).append(path)
+        # what is found later was made by this process, while it fetched
+        if not self._looked:
+            self.notices += [f"{_named(paths)} {text}" for text, paths in shared.items()]
+        self._looked = True
         return found
 
     def _source(self, path: str, thing: Any) -> Source | None:
@@ -50,3 +64,7 @@ class Finder:
         if self._count == _MOST + 1:
             self.notices.append(f"{path} is one generator more than the {_MOST} that are keyed: {advice}")
         return source if self._count <= _MOST else None
+
+
+def _named(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} (and {len(paths) - 1} more)"

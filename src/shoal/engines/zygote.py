@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from shoal.engines.lifeline import die_with_parent
+from shoal.engines.openfiles import OpenFile, open_files, separate
 from shoal.wire.link import Frame, Link, LinkClosed, milliseconds
 
 Body: TypeAlias = Callable[[int, Link, Path], None]
@@ -112,6 +113,7 @@ def fork(run: Callable[[], None], born: list[int]) -> None:
     """
     flush_stdio()
     for patience in _PATIENCE:
+        files = open_files()
         heard, says = os.pipe()
         # A signal that came before the child has shed the handlers would run one of the parent's in it.
         held = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
@@ -123,7 +125,7 @@ def fork(run: Callable[[], None], born: list[int]) -> None:
                 born.extend(itertools.starmap(os.fork, [()]))
             if born[-1] == 0:
                 os.close(heard)
-                _run_and_exit(run, says)
+                _run_and_exit(run, says, files)
             if select.select([heard], [], [], patience)[0]:
                 return
             os.kill(born[-1], signal.SIGKILL)
@@ -280,12 +282,13 @@ def flush_stdio() -> None:
             stream.flush()
 
 
-def _run_and_exit(run: Callable[[], None], says: int) -> NoReturn:
+def _run_and_exit(run: Callable[[], None], says: int, files: list[OpenFile]) -> NoReturn:
     code = EXIT_RAISED
     try:
         _shed_signals()
         os.write(says, b".")
         os.close(says)
+        separate(files)
         run()
         code = 0
     except SystemExit as leaving:

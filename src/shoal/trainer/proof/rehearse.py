@@ -32,6 +32,7 @@ from shoal.draws import here
 from shoal.draws.forward import PAST, Forward, Keying, seed_of
 from shoal.draws.sites import as_tree, from_tree
 from shoal.engines.lifeline import die_with_parent
+from shoal.engines.openfiles import OpenFile, open_files, separate
 from shoal.trainer import counted
 from shoal.trainer.proof.examine import Ask, Examination, Finding, Kind, Taken, examine
 from shoal.trainer.proof.inplace import Kept, let_go_of_gradient, state_of
@@ -110,7 +111,7 @@ class Rehearsal:
         read, write = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             _flush(stream)
-        parent = os.getpid()
+        parent, files = os.getpid(), open_files()
         with warnings.catch_warnings():
             # Python 3.12 warns of forking beside threads; the fork uses none of theirs, and one that hangs is ended
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -118,7 +119,7 @@ class Rehearsal:
         if pid == 0:
             os.close(read)
             self._pipe = write
-            self._begin(parent)
+            self._begin(parent, files)
             yield from self._batches()
             self._leave(self.finding or Finding(Kind.UNPROVEN))
         os.close(write)
@@ -145,7 +146,7 @@ class Rehearsal:
 
     # -- in the fork ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, parent: int) -> None:
+    def _begin(self, parent: int, files: list[OpenFile]) -> None:
         global _playing
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -155,6 +156,7 @@ class Rehearsal:
         # they may lead elsewhere, and so may handlers
         sys.stdout = sys.stderr = open(nothing, "w", closefd=False)  # noqa: SIM115
         logging.disable()
+        separate(files)
         # what is garbage here is garbage in the worker too, and its finalizers are for there
         gc.disable()
         torch.set_num_threads(1)

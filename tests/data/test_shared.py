@@ -1,0 +1,105 @@
+"""What of a data set cannot be had by each process is named in a notice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.data.fetch import Fetcher, Positions
+from shoal.engines import openfiles
+
+
+class Holding:
+    """A data set that has something."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Connecting(Holding):
+    def __getitem__(self, index: int) -> int:
+        if self.thing != os.getpid():
+            self.thing = os.getpid()
+            self.database = sqlite3.connect(":memory:")
+        return index
+
+
+def notices(thing: Any) -> list[str]:
+    return Fetcher(Holding(thing), None).notices
+
+
+class Wire:
+    """As the drivers of databases have it."""
+
+    cursor = commit = rollback = close = None
+
+
+def test_connections_are_named_once() -> None:
+    with sqlite3.connect(":memory:") as database:
+        (text,) = notices([database])
+        assert "data.thing[0] is a sqlite3.Connection" in text and "os.getpid()" in text
+        assert notices(database) == []
+    assert "data.thing['wire'] is a " in notices({"wire": Wire()})[0]
+    assert "data.thing[0] (and 2 more) is a " in notices([Wire(), Wire(), Wire()])[0]
+
+
+def test_a_connection_that_is_made_with_the_first_item_is_fine() -> None:
+    data = Connecting(0)
+    fetcher = Fetcher(data, None)
+    fetcher.fetch((Positions((0, 1), 0, 0),))
+    assert fetcher.notices == [] and Fetcher(data, None).notices == []
+    data.database.close()
+
+
+def test_streams_are_named_and_what_is_closed_is_not() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        assert "data.thing is a socket.socket" in notices(ours)[0]
+        assert notices(datagrams) == []
+        theirs.close()
+        assert notices(theirs) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("r+b", "is open for writing too"),
+        ("r+", "is open for writing too"),
+        ("w+", "is open for writing too"),
+        ("rb", ""),
+        ("r", ""),
+        ("a", ""),
+    ],
+)
+def test_files_that_are_written_to_are_named(tmp_path: Path, mode: str, why: str) -> None:
+    (tmp_path / "data").touch()
+    with open(tmp_path / "data", mode) as file:
+        found = notices(file)
+        assert len(found) == bool(why) and all(f"because it {why}" in text for text in found)
+    assert notices(file) == []
+
+
+def test_other_kinds_of_files() -> None:
+    heard, says = os.pipe()
+    with open(heard, "rb") as end, open(os.devnull) as device, open(says, "wb") as other_end:
+        assert "because it is no regular file" in notices({"pipe": end})[0]
+        assert [notices(file) for file in (device, other_end, sys.stdin, sys.stdout, sys.stderr)] == [[]] * 5
+
+
+def test_a_file_that_was_refused_after_the_fork_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openfiles, "_failures", {"/data/rows": "Permission denied"})
+    (text,) = notices(None)
+    assert text.startswith("/data/rows was open before") and "(Permission denied)" in text
+    assert notices(None) == []

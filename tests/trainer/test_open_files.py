@@ -1,0 +1,51 @@
+"""A data set's open file is read in every process as if there were no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.trainer.session import Session
+
+
+class Reading:
+    """Items are the positions in a file that was opened here, each one further than the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - the test closes it
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Tensor:
+        position = self.file.tell()
+        self.file.read(1)
+        return torch.tensor([float(position)])
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_each_process_has_its_own_position(tmp_path: Path, loaders: int) -> None:
+    (tmp_path / "data").write_bytes(bytes(1000))
+    data = Reading(tmp_path / "data")
+
+    def positions(session: Session) -> list[float]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.01)
+        session.track(net=net, optimizer=optimizer)
+        seen = []
+        for step in session.steps(data, 16, data_workers=loaders):
+            for batch in step:
+                seen += batch[:, 0].tolist()
+                step.backward(net(batch).mean())
+            step.apply(optimizer)
+        return seen
+
+    with data.file:
+        told = shoal.launch(positions, workers=2)
+        assert data.file.tell() == 0
+    # the proof has read them too, in a process of its own
+    assert told == [[float(position) for position in range(24)]] * 2
