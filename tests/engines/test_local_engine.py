@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import stat
@@ -703,3 +704,15 @@ def test_children_that_are_all_born_stuck_are_an_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fork", stuck)
     with pytest.raises(WorkerError, match="did not come to life"):
         LocalEngine().start(1, lambda rank, link, scratch: None)
+
+
+def test_the_collector_of_a_child_leaves_alone_what_it_inherits() -> None:
+    def inherit() -> None:
+        # 100: what the child has made itself since it was born
+        os._exit(gc.get_freeze_count() > 10_000 and len(gc.get_objects()) < 100)
+
+    born: list[int] = []
+    before = gc.get_freeze_count()
+    zygote.fork(inherit, born)
+    assert os.waitstatus_to_exitcode(os.waitpid(born[0], 0)[1]) == 1
+    assert gc.get_freeze_count() == before

@@ -7,7 +7,6 @@ answers); nothing is pickled. The process lives until its socket closes, and die
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -237,10 +236,9 @@ def _opened(header: bytes, buffers: list[bytearray]) -> list[Any]:
 
 
 def _shed(links: Iterable[Link], descriptors: Iterable[int]) -> None:
-    """Leave the worker's things alone: its signals, its garbage, its sockets, its threads."""
+    """Leave the worker's things alone: its signals, its sockets, its threads."""
     # the worker decides what a signal to the whole group means, and needs its data until then
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.freeze()
     for link in links:
         link.close()
     for descriptor in descriptors:

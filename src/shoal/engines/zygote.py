@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import gc
 import itertools
 import os
 import select
@@ -289,6 +290,8 @@ def _run_and_exit(run: Callable[[], None], says: int, files: list[OpenFile]) -> 
         os.write(says, b".")
         os.close(says)
         separate(files)
+        # a pass over what the parent has would copy every page of it
+        gc.freeze()
         run()
         code = 0
     except SystemExit as leaving:
