@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.core.events import AnyEvent, Notice
 from shoal.trainer.session import Session
 
 
@@ -49,3 +51,36 @@ def test_each_process_has_its_own_position(tmp_path: Path, loaders: int) -> None
         assert data.file.tell() == 0
     # the proof has read them too, in a process of its own
     assert told == [[float(position) for position in range(24)]] * 2
+
+
+class Connected:
+    def __init__(self) -> None:
+        self.database = sqlite3.connect(":memory:")
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+def test_a_connection_is_named_once_with_servers_too() -> None:
+    data, told = Connected(), []
+
+    def listen(event: AnyEvent) -> None:
+        if isinstance(event, Notice):
+            told.append(event.text)
+
+    shoal.Trainer(
+        nn.Linear(1, 1),
+        lambda model, batch: model(batch / 32).pow(2).mean(),
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        data,
+        eval_data=data,
+        batch_size=16,
+        workers=2,
+        sync="server",
+        callbacks=[listen],
+    ).fit()
+    data.database.close()
+    assert sum("data.database is a sqlite3.Connection" in text for text in told) == 1

@@ -311,8 +311,6 @@ class Leases:
         self._clip = setup.clip
         self._names = dict(model.named_buffers())
         fetcher = Fetcher(recipe.data, recipe.collate)
-        self.notices = fetcher.notices
-        """What a person should know about the data."""
         self._loader = session.loader({"data": fetcher}, recipe.data_workers)
         limit = recipe.micro_batch or _limit(setup.course, workers)
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)

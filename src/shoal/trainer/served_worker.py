@@ -199,8 +199,8 @@ class _Worker:
         if self._placement is not None:
             client.place(self._placement)
         self._link.send(encode(Ready(os.getpid())))
-        for text in leases.notices if self._seat == 0 else ():
-            self._channel.urge(text)
+        # what there is to say of the data
+        self._channel.flush()
         while True:
             if time.monotonic() - self._told > TELL_SECONDS:
                 self._tell()
