@@ -27,7 +27,7 @@ from shoal.trainer.channel import STOPPED
 from shoal.trainer.clerk_places import Places
 from shoal.trainer.clerk_steps import BooksDiffer, Hands, Part, Steps
 from shoal.trainer.leased import least_samples
-from shoal.trainer.served_saving import Keeping, Resumed, Story, parcel
+from shoal.trainer.served_saving import Keeping, Resumed, Story, parcel, replanned
 from shoal.trainer.telling import run_started
 
 if TYPE_CHECKING:
@@ -138,9 +138,8 @@ class Clerk:
         """Start the servers. A run with nothing left to train is finished when this returns."""
         self._moved = now
         record, total = self._story.record, self._setup.total
-        if self._setup.make_schedule is not None and record.planned not in (None, total):
-            text = f"the schedule was made for {record.planned} steps and the run now has {total}; it keeps its former "
-            self._notice(text + "shape. For another one, start a new run from these weights")
+        if (text := replanned(self._setup, record.planned)) is not None:
+            self._notice(text)
         record.planned = total
         if over := self.version >= total:
             text = f"there is nothing left to train: the checkpoint is at step {self.version} of {total}; for more, "

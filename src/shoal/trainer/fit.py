@@ -18,6 +18,7 @@ from shoal.trainer.after_step import AfterStep, do_after_step
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
+from shoal.trainer.replan import new_length
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 
@@ -117,6 +118,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     session.track(model=model)
     optimizer = make_optimizer(recipe, model)
     schedule = make_schedule(recipe, optimizer)
+    made = None if schedule is None else schedule.state_dict()
     average = Average(model, recipe.ema) if recipe.ema is not None else None
     record = Record()
     parts = {"optimizer": optimizer, "schedule": schedule, "average": average, "record": record}
@@ -124,7 +126,9 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     session.overlap_backward()
     session.compares_untrained = recipe.after_step is not None
     if schedule is not None:
-        _tell_of_new_plan(session, record, recipe.total_steps)
+        words = new_length(schedule, made, schedule.state_dict(), record.planned, recipe.total_steps)
+        if words is not None:
+            say(session, words)
     record.planned = recipe.total_steps
     session.evaluated = record.evaluated or -1
     if session.resumed_step >= recipe.total_steps:
@@ -226,16 +230,6 @@ def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
             "optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) does"
         )
     return schedule
-
-
-def _tell_of_new_plan(session: Session, record: Record, total: int) -> None:
-    """A schedule's state holds its shape: a resumed run keeps to the one that it began with."""
-    if record.planned not in (None, total):
-        text = (
-            f"the schedule was made for {record.planned} steps and the run now has {total}; it keeps its former shape. "
-            "For another one, start a new run from these weights"
-        )
-        session.channel.emit(Notice(step=session.step, text=text))
 
 
 def _wants_metric(schedule: Any) -> bool:

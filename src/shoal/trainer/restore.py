@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.core.errors import CheckpointMismatch
+from shoal.trainer.replan import refuse_longer_cycle
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
@@ -27,6 +29,8 @@ def restore(name: str, thing: Any, loaded: Loaded) -> None:
         _compare(thing, state, loaded)
     if isinstance(thing, torch.optim.Optimizer):
         _compare_optimizer(thing, state, loaded)
+    if isinstance(thing, LRScheduler):
+        refuse_longer_cycle(thing, state, loaded.path)
     try:
         thing.load_state_dict(state)
     except (ValueError, KeyError, RuntimeError, TypeError) as error:

@@ -21,6 +21,7 @@ from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server.optimizers import join
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED
 from shoal.trainer.fit import MOST_BESTS, Recipe, Record
+from shoal.trainer.replan import new_length
 from shoal.trainer.restore import restore
 from shoal.trainer.soundness import refuse_not_finite
 from shoal.trainer.tables import load_tables
@@ -271,6 +272,14 @@ def parcel(values: Mapping[int, Tensor]) -> tuple[bytes | memoryview, ...]:
         return ()
     header, buffers = seal(dict(values))
     return header, *buffers
+
+
+def replanned(setup: Setup, planned: int | None) -> str | None:
+    """What to say of the schedule, if the run that resumes it has another length than was planned."""
+    if setup.make_schedule is None or setup.schedule_state is None or planned in (None, setup.total):
+        return None
+    schedule = setup.make_schedule(_stand_in(setup.optimizer.state_dict()["param_groups"]))
+    return new_length(schedule, schedule.state_dict(), setup.schedule_state, planned, setup.total)
 
 
 def _goes_by_metric(setup: Setup) -> bool:
