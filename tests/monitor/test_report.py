@@ -169,6 +169,8 @@ def test_a_failed_run_says_how_to_resume() -> None:
     summary = run()
     summary(RunFailed(step=100, error="ValueError: no label\nat all", traceback="…", worker=1))
     summary.resume_command = "shoal run train.py --resume a-1"
+    assert "Resume" not in shown(summary), "there is nothing to go on from"
+    summary(CheckpointSaved(step=90, path="/runs/a-1/checkpoints/step-000000090", best=False))
     text = shown(summary)
     assert "failed after 100 of 200 steps" in text and "ValueError: no label at all" in text
     assert re.search(r"^Resume +shoal run train.py --resume a-1$", text, re.MULTILINE)
@@ -198,6 +200,7 @@ def full_run() -> Summary:
     metrics = {"loss": 0.6, "accuracy": 0.9, "precision": 0.123456, "recall": 0.98765, "perplexity": 1234.5}
     summary(EvalDone(step=100, epoch=0, metrics=metrics))
     summary(Notice(step=100, text="look"))
+    summary(CheckpointSaved(step=100, path="/runs/a-1/checkpoints/step-000000100", best=False))
     summary(RunEnded(step=100, loss=0.5, metrics=metrics, reason="interrupted"))
     summary.baseline = Baseline("digits-20261115-220418-11aa", 1, 4.0)
     summary.resume_command = "shoal run train.py --resume " + "a" * 100

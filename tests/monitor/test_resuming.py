@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.core.settings import Setting
 from shoal.monitor.resuming import stored_resume_command
 from shoal.store.values import RunInfo
 
@@ -42,6 +43,7 @@ def run(command: list[str], **changes: Any) -> RunInfo:
         ([PYTHON, "train.py"], f"shoal run {SCRIPT} --resume tide-1"),
         ([PYTHON, "-u", "-X", "dev", "train.py", "-m", "2"], f"shoal run {SCRIPT} --resume tide-1 -- -m 2"),
         ([PYTHON, "-m", "train", "--lr", "1"], f"shoal run {SCRIPT} --resume tide-1 -- --lr 1"),
+        ([PYTHON, "-m", "work.train", "--lr", "1"], "Trainer(..., resume='tide-1')"),
         ([], f"shoal run {SCRIPT} --resume tide-1  # with the same arguments"),
         ([PYTHON, "other.py", "1"], f"shoal run {SCRIPT} --resume tide-1  # with the same arguments"),
     ],
@@ -54,7 +56,12 @@ def test_a_demo_and_what_no_script_made() -> None:
     demo = run([PYTHON, SHOAL, "demo", "digits", "-w", "3"], script=SHOAL)
     assert stored_resume_command(demo) == "shoal demo digits -w 3 --resume tide-1"
     for script, command in [("", [PYTHON, "-c", "train()"]), (SHOAL, [PYTHON, SHOAL, "bench"]), ("", [])]:
-        assert stored_resume_command(run(command, script=script)) == "resume='tide-1' in the script"
+        assert stored_resume_command(run(command, script=script)) == "Trainer(..., resume='tide-1')"
+
+    kernel = run([PYTHON, "-m", "ipykernel_launcher", "-f", "kernel.json"], script="/lib/ipykernel_launcher.py")
+    assert stored_resume_command(kernel) == "Trainer(..., resume='tide-1')"
+    loop = run([PYTHON, "-c", "train()"], script="", config={"fn": Setting("train", "script")}, run_dir="/runs/x")
+    assert stored_resume_command(loop) == "shoal.launch(..., resume='/runs/x')"
 
 
 def test_a_folder_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_a_run_from_start_to_end() -> None:
     assert summary.slowest == (1, pytest.approx(7 / 6.5))
     assert summary.config == {"clip": Setting(1.0, "script")}
     assert summary.rate.last is not None and summary.rate.last.value == 0.1
-    assert summary.report_path == "/runs/a-1/report.html" and summary.how_to_resume == "resume='a-1' in the script"
+    assert summary.report_path == "/runs/a-1/report.html" and summary.how_to_resume == "Trainer(..., resume='a-1')"
 
 
 def test_efficiency_is_the_speedup_for_each_worker() -> None:
@@ -400,7 +400,7 @@ def test_a_run_recorded_before_has_bytes_and_no_account() -> None:
 def test_a_run_without_rows_has_a_summary() -> None:
     summary = Summary.from_store(info(step=0, seconds=0.0, loss=None, script="", bytes_sent=0), [], [], [], [])
     assert summary.samples_per_second is None and summary.shares == {} and summary.bytes_per_step is None
-    assert summary.how_to_resume == "resume='/runs/a-1' in the script"
+    assert summary.how_to_resume == "Trainer(..., resume='/runs/a-1')"
 
 
 def test_settings_in_either_form() -> None:

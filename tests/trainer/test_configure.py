@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,10 +14,10 @@ from torch import nn
 
 import shoal
 from shoal.core import settings, spec
-from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Settings
+from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Setting, Settings
 from shoal.trainer.configure import FLAGS, plain
 from shoal.trainer.rundir import read_about
-from shoal.trainer.watch import Identity, masked, resume_command
+from shoal.trainer.watch import Identity, masked, new_run, resume_command
 
 
 def make(**given: Any) -> shoal.Trainer:
@@ -136,6 +139,17 @@ def test_secrets_are_left_out_of_what_is_kept(word: str, kept: str) -> None:
 def test_the_command_that_goes_on_is_the_one_that_was_typed(typed: list[str], resuming: str) -> None:
     with settings.using(Settings(command=tuple(typed))):
         assert resume_command(Identity(run_id="tide-1", name="tide", workers=2)) == resuming
+
+
+def test_where_no_command_runs_the_code_it_goes_on_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ipykernel_launcher.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "ipykernel_launcher.py"), "-f", "kernel.json"])
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    run = Identity(run_id="tide-1", name="tide", workers=2)
+    assert resume_command(run) == "Trainer(..., resume='tide-1')"
+    loop = replace(run, run_dir=tmp_path / "run", config={"fn": Setting("train", "script")})
+    assert resume_command(loop) == "shoal.launch(..., resume='last')"
+    assert new_run(run).script == ""
 
 
 def test_a_resumed_run_keeps_its_name_and_its_goal(tmp_path: Path) -> None:

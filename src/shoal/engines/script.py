@@ -18,6 +18,7 @@ from functools import partial
 
 from shoal.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from shoal.engines.lifeline import die_with_parent
+from shoal.engines.program import script
 from shoal.engines.world import World
 
 _FAREWELL_SECONDS = 60.0
@@ -74,8 +75,7 @@ def ended(patience: float = 0.0, *, well: bool = False) -> list[str]:
 
 
 def _command() -> list[str]:
-    # a notebook has a program in argv too, its kernel's; but what it runs is not in a file
-    if getattr(sys.modules["__main__"], "__file__", None) is None or not all(map(os.path.exists, sys.argv[:1])):
+    if script() is None or not os.path.exists(sys.argv[0]):
         raise ConfigError(
             "engine: start=script runs the script once per worker, but this process was not started from a file "
             "(a notebook, python -c, or a prompt); put the code into a file, or use engine='local:start=fork'"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ConfigError
 from shoal.store.home import shoal_home
@@ -17,23 +17,37 @@ if TYPE_CHECKING:
 _PYTHON = re.compile(r"python[\d.]*$")
 _WITH_A_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _UNKNOWN = "  # with the same arguments"
+_KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
+"""What older versions took for the script of a notebook."""
 
 
 def stored_resume_command(run: RunInfo) -> str:
     """What was typed, with `--resume`. Scripts and folders are named so that it holds in any folder.
 
-    Where the store does not know what was typed, the end says so; a run that no script made is resumed in Python.
+    Where the store does not know what was typed, the end says so; a run that no script made, or a module of a package,
+    is resumed in Python.
     """
     resume = _where(run)
     program, arguments = _program(run.command)
     if Path(program).name in ("shoal", "shoal.cli"):
         if arguments[:1] in (["run"], ["demo"]):
             return shlex.join(["shoal", *resuming(_with_path_of(run.script, arguments), resume)])
-    elif Path(run.script).suffix == ".py":
+    elif _can_be_run(run.script, program):
         known = program and (Path(program).name == Path(run.script).name or not program.endswith(".py"))
         rest = ["--", *arguments] if known and arguments else []
         return shlex.join(["shoal", "run", run.script, "--resume", resume, *rest]) + ("" if known else _UNKNOWN)
-    return f"resume={resume!r} in the script"
+    return in_python(run.config, resume)
+
+
+def _can_be_run(script: str, program: str) -> bool:
+    """Whether it is a script, and not a notebook's kernel or a module of a package."""
+    in_package = Path(script).name == "__main__.py" or ("." in program and not program.endswith(".py"))
+    return Path(script).suffix == ".py" and Path(script).name not in _KERNELS and not in_package
+
+
+def in_python(config: Mapping[str, Any], resume: str) -> str:
+    """The same for code that no command runs. `config` is that of the run: `launch` and the Trainer have their own."""
+    return f"{'shoal.launch' if 'fn' in config else 'Trainer'}(..., resume={resume!r})"
 
 
 def resuming(typed: Sequence[str], resume: str) -> list[str]:

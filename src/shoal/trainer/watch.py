@@ -36,8 +36,9 @@ from shoal.core.events import (
 )
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
+from shoal.engines.program import in_package, script
 from shoal.monitor.display.display import Display
-from shoal.monitor.resuming import resuming
+from shoal.monitor.resuming import in_python, resuming
 from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.start import is_main_process
@@ -110,6 +111,8 @@ class Watch:
         self._failed: RunFailed | None = None
         self.began = False
         """Whether workers have begun to train: from then on the run leaves a record, however it ends."""
+        self.started = False
+        """Whether a loop has started: what it resumes has been found to fit."""
         self.stop: Stop | None = None
         """What a callback has decided."""
 
@@ -234,6 +237,7 @@ class Watch:
         elif isinstance(event, CheckpointSaved):
             self._checkpointed = event.step
         elif isinstance(event, RunStarted):
+            self.started = True
             self._checkpointed = max(self._checkpointed, event.step)
 
     def _fail(self, error: BaseException) -> None:
@@ -362,14 +366,13 @@ def new_run(identity: Identity) -> NewRun:
     from shoal.store.liveness import this_process
 
     process = this_process()
-    script = Path(sys.argv[0]).absolute() if sys.argv and sys.argv[0] not in ("", "-c", "-m") else None
     return NewRun(
         id=identity.run_id,
         name=identity.name,
         created=time.time(),
         workers=identity.workers,
         run_dir=None if identity.run_dir is None else str(identity.run_dir),
-        script=str(script or ""),
+        script=str(script() or ""),
         command=masked(sys.orig_argv),
         host=process.host,
         pid=process.pid,
@@ -408,16 +411,16 @@ def _without_password(word: str) -> str:
 
 
 def resume_command(identity: Identity) -> str:
-    """How to go on with a run, as one would type it."""
+    """How to go on with a run, as one would type it: a command, or Python where the code is in no script."""
     resume = identity.run_id if identity.run_dir is None or _is_home_of(identity) else "last"
     typed = settings.current().command
     if typed:
         return shlex.join(["shoal", *masked(resuming(typed, resume))])
-    script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
-    if script and Path(script).suffix == ".py":
+    started = script()
+    if started is not None and started.suffix == ".py" and not in_package():
         rest = ["--", *masked(sys.argv[1:])] if len(sys.argv) > 1 else []
-        return shlex.join(["shoal", "run", script, "--resume", resume, *rest])
-    return f"resume={resume!r}"
+        return shlex.join(["shoal", "run", sys.argv[0], "--resume", resume, *rest])
+    return in_python(identity.config, resume)
 
 
 def _is_home_of(identity: Identity) -> bool:

@@ -102,15 +102,11 @@ def _command(summary: Summary) -> str:
     """How to go on. Without a checkpoint there is nothing to go on from."""
     if not summary.how_to_resume:
         return ""
-    if not _has_checkpoint(summary):
+    if not summary.has_checkpoint:
         return '<p class="soft">There is no checkpoint yet to go on from: start it again.</p>'
     return (
         f'<p class="soft">To go on from the last checkpoint:</p><code class="command">{_command_text(summary)}</code>'
     )
-
-
-def _has_checkpoint(summary: Summary) -> bool:
-    return bool(summary.counts["checkpoint"] or summary.start_step)
 
 
 def _command_text(summary: Summary) -> str:
@@ -330,7 +326,7 @@ def _resume(summary: Summary) -> str:
         return ""
     if summary.outcome != COMPLETE:
         return _section("How to go on", _command(summary))
-    if not _has_checkpoint(summary):
+    if not summary.has_checkpoint:
         return ""
     return _section(
         "How to go on", f'<p class="soft">It is complete: ask for more steps or epochs.</p>{_command(summary)}'

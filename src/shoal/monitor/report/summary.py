@@ -16,7 +16,7 @@ from shoal.monitor.report.convergence import Cost
 from shoal.monitor.report.moments import Kept, Moment
 from shoal.monitor.report.replay import replayed
 from shoal.monitor.report.series import Series
-from shoal.monitor.resuming import stored_resume_command
+from shoal.monitor.resuming import in_python, stored_resume_command
 from shoal.monitor.traffic import Account, measured, settled_words, step_seconds
 from shoal.monitor.wording import counted
 from shoal.store.values import COMPLETE, FAILED, RUNNING, CheckpointRow, EventRow, RunInfo, StepRow, WorkerRow
@@ -346,7 +346,11 @@ class Summary:
 
     @property
     def how_to_resume(self) -> str:
-        return self.resume_command or (f"resume={self.run_id!r} in the script" if self.run_id else "")
+        return self.resume_command or (in_python(self.config, self.run_id) if self.run_id else "")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return bool(self.counts["checkpoint"] or self.start_step)
 
     @classmethod
     def from_store(

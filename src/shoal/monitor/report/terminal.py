@@ -91,7 +91,7 @@ def _lines(summary: Summary, signs: dict[str, str], room: int) -> Iterator[tuple
         yield "Advice", Text(hint, style="bold")
     if summary.run_dir:
         yield "Report", Text(clean(summary.report_path))
-    if summary.outcome not in (COMPLETE, RUNNING) and summary.how_to_resume:
+    if summary.outcome not in (COMPLETE, RUNNING) and summary.how_to_resume and summary.has_checkpoint:
         yield "Resume", Text(_one_line(summary.how_to_resume))
     if summary.run_id and summary.recorded:
         yield "Look", Text(f"shoal show {_one_line(summary.run_id)}")
