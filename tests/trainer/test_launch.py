@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +17,10 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.comm.group import Group
+from shoal.core import settings
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
-from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, RunStarted, StepDone
+from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, Notice, RunStarted, StepDone
 from shoal.testing.ranks import run_ranks
 from shoal.testing.reference import batches_of, drawing
 from shoal.trainer.session import Session
@@ -584,6 +588,60 @@ def test_without_a_folder_only_the_run_store_is_written(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     shoal.launch(trained(2), 2)
     assert {path.name for path in tmp_path.rglob("*")} == {"home", "shoal.db"}
+
+
+def interrupted(folder: Path | None, *, track: bool = True) -> tuple[str, str]:
+    """What is said of a loop that gets Ctrl-C: in its notices, and at the end."""
+    supervisor = os.getpid()
+    notices: list[str] = []
+
+    def loop(session: Session) -> None:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+        if track:
+            session.track(net=net, optimizer=optimizer)
+        for step in session.steps(DATA, 10, steps=100_000):
+            backwards(step, net)
+            step.apply(optimizer)
+            if step.number == 1:
+                os.kill(supervisor, signal.SIGINT)
+
+    note = lambda event: notices.append(event.text) if isinstance(event, Notice) else None  # noqa: E731
+    with pytest.raises(shoal.Interrupted) as stopped:
+        shoal.launch(loop, 1, run_dir=folder, callbacks=[note])
+    return "\n".join(notices), stopped.value.message
+
+
+def test_without_a_folder_ctrl_c_promises_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    at_once, at_the_end = interrupted(None)
+    assert "stopping after the step in progress, without a checkpoint (launch has no run_dir=)" in at_once
+    assert at_the_end.endswith("there is no checkpoint, for launch was given no run_dir=")
+    assert "Resume" not in capsys.readouterr().err
+
+
+def test_where_nothing_is_tracked_nothing_is_checkpointed_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_once, at_the_end = interrupted(tmp_path, track=False)
+    assert "nothing is tracked, so no checkpoint is written" in at_once
+    assert at_the_end.endswith(f"there is no checkpoint in {tmp_path}: nothing was tracked, or no step was done")
+    assert "Resume" not in capsys.readouterr().err
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_with_a_folder_ctrl_c_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with settings.using(settings.Settings(command=("run", "loop.py"))):
+        at_once, at_the_end = interrupted(tmp_path)
+    assert "with a checkpoint of what is tracked; press it again" in at_once
+    how = "shoal run loop.py --resume last"
+    (newest,) = re.findall(rf"its newest checkpoint is (\S+); go on with: {how}$", at_the_end)
+    assert Path(newest).is_dir()
+    assert re.search(rf"^Resume +{how}$", capsys.readouterr().err, re.MULTILINE)
+
+    def untracked(session: Session) -> None:
+        next(session.steps(DATA, 10, steps=100_000))
+
+    assert "nothing is tracked that could have its state" in refused(untracked, run_dir=tmp_path, resume="last")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from shoal.trainer.failure import as_error
 from shoal.trainer.logs import Tail
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
 from shoal.trainer.start import ROOT_CAUSE_SECONDS
-from shoal.trainer.supervise import SIGNAL_NOTICE
+from shoal.trainer.supervise import signal_notice
 from shoal.trainer.watch import Watcher
 
 COORDINATOR_SEAT = said.MOST_SEATS
@@ -159,8 +159,8 @@ class Supervisor:
         self._passed_on = wanted
         for seat in sorted(self._living):
             self._crew.send(seat, encode(StopAsked(wanted)))
-        if wanted in SIGNAL_NOTICE:
-            self._tell(Notice(step=self._step, text=SIGNAL_NOTICE[wanted]))
+        if (text := signal_notice(wanted)) is not None:
+            self._tell(Notice(step=self._step, text=text))
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core import spec
+from shoal.core import settings, spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
@@ -20,12 +20,12 @@ from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
 from shoal.trainer.run import run
-from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id
+from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, newest_checkpoint
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_in_loop
 from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process, is_spmd
-from shoal.trainer.watch import Identity, Watch
+from shoal.trainer.watch import Identity, Watch, resume_command
 
 
 @configured_call
@@ -48,9 +48,9 @@ def launch(
     """Call `fn(session)` on every worker and return what each returned, in order of rank.
 
     What `fn` returns must be made of tensors, arrays, numbers, strings, lists and dicts. With `run_dir`, what the
-    session tracks is checkpointed there, and `resume="last"` goes on from it. SIGTERM and Ctrl-C end the session's loop
-    after the step in progress, checkpointed; `fn` then goes on after its loop, and this call raises `shoal.Preempted`
-    or `shoal.Interrupted` once it has returned.
+    session tracks is checkpointed there, and `resume="last"` goes on from it; without, there are no checkpoints.
+    SIGTERM and Ctrl-C end the session's loop after the step in progress; `fn` then goes on after its loop, and this
+    call raises `shoal.Preempted` or `shoal.Interrupted` once it has returned.
     """
     engine_spec: spec.Local = spec.parse("engine", engine)
     count = default_workers(engine_spec) if workers is None else check_workers(workers)
@@ -83,6 +83,9 @@ def launch(
                 keep=keep,
                 meta={"run_id": place.run_id},
                 loaded=place.loaded,
+                kept="without a checkpoint (launch has no run_dir=)"
+                if folder is None
+                else "with a checkpoint of what is tracked",
             )
             with watch.running(place.identity(count, config)):
                 doubts = [] if is_spmd(engine_spec) else stale_in_loop(callbacks, fn)
@@ -90,7 +93,7 @@ def launch(
     except ShoalError as error:
         raise error.with_traceback(None) from None
     except KeyboardInterrupt:
-        raise _stopped(Interrupted, "ended at once by a second Ctrl-C", None) from None
+        raise _stopped(Interrupted, "ended at once by a second Ctrl-C", folder) from None
     finally:
         watch.close()
     for reason, kind in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
@@ -124,9 +127,20 @@ def _run(
 
 
 def _stopped(kind: type[Preempted] | type[Interrupted], what: str, folder: Path | None) -> Preempted | Interrupted:
-    stopped = kind(f"shoal: {what}; checkpointed in {folder}" if folder else f"shoal: {what}")
+    stopped = kind(f"shoal: {what}; {_what_is_left(folder)}")
     print(stopped.message, file=sys.stderr, flush=True)
     return stopped
+
+
+def _what_is_left(folder: Path | None) -> str:
+    newest = newest_checkpoint(folder)
+    if newest is not None:
+        typed = settings.current().command
+        how = f": {resume_command(Identity('', '', 0, folder))}" if typed else " resume='last'"
+        return f"its newest checkpoint is {newest}; go on with{how}"
+    if folder is None:
+        return "there is no checkpoint, for launch was given no run_dir="
+    return f"there is no checkpoint in {folder}: nothing was tracked, or no step was done"
 
 
 @dataclass

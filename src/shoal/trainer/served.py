@@ -37,7 +37,7 @@ from shoal.trainer.served_setup import make_setup
 from shoal.trainer.served_staff import Staff, Started
 from shoal.trainer.served_worker import ServedTask, be_served_worker
 from shoal.trainer.start import LOOPBACK, Start
-from shoal.trainer.supervise import SIGNAL_NOTICE
+from shoal.trainer.supervise import signal_notice
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link
 
@@ -193,8 +193,8 @@ class _Teller:
         if asked is not None and not self._asked:
             self._asked = True
             self._staff.ask_stop(asked)
-            if asked in SIGNAL_NOTICE:
-                self._watch(Notice(step=self._step, text=SIGNAL_NOTICE[asked]))
+            if (text := signal_notice(asked)) is not None:
+                self._watch(Notice(step=self._step, text=text))
 
     def _tick(self) -> None:
         now = time.monotonic()

@@ -206,6 +206,11 @@ class Session:
             self.share_private([self.private.holding] * self.workers)
             self.private.stands()
         self._tell_start(course, total)
+        if self._saving.mine and not self._replica.tracked:
+            text = (
+                "nothing is tracked, so no checkpoint is written: name what is to be in it before session.steps, as in "
+            )
+            self.channel.emit(Notice(step=self.step, text=text + "session.track(net=net, optimizer=optimizer)"))
         if self.stopping is not None:
             return
         if start >= total:
@@ -651,6 +656,11 @@ class Session:
         if self._loop < saved["loop"]:
             return None
         self._resumed = None
+        if not self._replica.tracked:
+            raise ConfigError(
+                f"resume: the checkpoint is at step {saved['step']}, and nothing is tracked that could have its state; "
+                "call session.track(...) before session.steps, or start without resume"
+            )
         here = {"size": course.size, "batch": course.batch, "seed": self.seed}
         differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
         if differing:
@@ -735,7 +745,7 @@ class Session:
         begun = time.perf_counter()
         wanted = last or self._best or self.stopping is not None
         totals = self._pool() if self.parts_wanted or wanted else None
-        if self._saving.mine:
+        if self._saving.mine and self._replica.tracked:
             self._saving.tell()
             if wanted or self.parts_wanted or (self._saving.due(self.step) and not self._encodings()):
                 self._save(totals)

@@ -57,6 +57,8 @@ class Start:
     keep: int = 3
     meta: Mapping[str, Any] = field(default_factory=dict)
     loaded: Loaded | None = None
+    kept: str = "with a checkpoint"
+    """What is left of a run that a signal ends, in the words that follow `stopping after the step in progress`."""
 
     @property
     def logs(self) -> Path | None:

@@ -48,10 +48,15 @@ from shoal.wire.link import Link, LinkClosed
 _TICK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 0.5
 """How long the end of a run waits for worker 0 when another one has failed."""
-SIGNAL_NOTICE = {
-    PREEMPTED: "SIGTERM: stopping after the step in progress, with a checkpoint",
-    INTERRUPTED: "Ctrl-C: stopping after the step in progress, with a checkpoint; press it again to end at once",
-}
+_SIGNALS = {PREEMPTED: ("SIGTERM", ""), INTERRUPTED: ("Ctrl-C", "; press it again to end at once")}
+
+
+def signal_notice(reason: str, kept: str = Start.kept) -> str | None:
+    """What to say when a run is asked to stop, if a signal asks. `kept`: see `Start`."""
+    if reason not in _SIGNALS:
+        return None
+    name, more = _SIGNALS[reason]
+    return f"{name}: stopping after the step in progress, {kept}{more}"
 
 
 def run_forked(
@@ -78,7 +83,7 @@ def run_forked(
             Tail(start.logs, workers, watch.output) as tail,
             LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew,
         ):
-            return _Supervisor(crew, watch, signals, tail).watch()
+            return _Supervisor(crew, watch, signals, tail, start.kept).watch()
     finally:
         # workers that were all ended while they met, or while they made room for gradients
         sweep()
@@ -149,8 +154,9 @@ def _flush_output() -> None:
 class _Supervisor:
     """Watches a crew until every worker has returned; the first failure ends all of them."""
 
-    def __init__(self, crew: Crew, watch: Watcher, signals: StopSignals | None, tail: Tail) -> None:
+    def __init__(self, crew: Crew, watch: Watcher, signals: StopSignals | None, tail: Tail, kept: str) -> None:
         self._crew = crew
+        self._kept = kept
         self._watch = watch
         self._signals = signals
         self._tail = tail
@@ -186,8 +192,8 @@ class _Supervisor:
         if wanted is not None and not self._passed_on:
             self._passed_on = True
             self._crew.send(0, encode(StopAsked(wanted)))
-            if wanted in SIGNAL_NOTICE:
-                self._watch(Notice(step=self._step, text=SIGNAL_NOTICE[wanted]))
+            if (text := signal_notice(wanted, self._kept)) is not None:
+                self._watch(Notice(step=self._step, text=text))
 
     def _take(self, arrival: Message) -> None:
         message = decode_up(arrival.header)
