@@ -291,6 +291,43 @@ def test_a_longer_course_is_said_because_the_schedule_was_made_for_the_former(
     assert "made for" not in capsys.readouterr().err
 
 
+def test_a_longer_one_cycle_is_refused_before_a_step_is_done(tmp_path: Path) -> None:
+    make(run_dir=tmp_path, steps=2, schedule=one_cycle, workers=1).fit()
+    about = (tmp_path / "run.json").read_bytes()
+    for sync in ("allreduce", "server"):
+        longer = make(run_dir=tmp_path, steps=4, schedule=one_cycle, workers=1, resume="last", sync=sync)
+        with pytest.raises(shoal.CheckpointMismatch, match="OneCycleLR of 2 steps, and this run gives it 4"):
+            longer.fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000002"]
+    assert (tmp_path / "run.json").read_bytes() == about, "what was refused is not what this run is"
+
+
+# -- which run is meant ------------------------------------------------------------------------------------------------
+
+
+def test_last_is_no_run_of_another_script_of_this_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(project: str, steps: int, **changed: Any) -> shoal.Result:
+        file = tmp_path / project / "train.py"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        monkeypatch.setattr("shoal.trainer.trainer.origin", lambda: file)
+        return make(name="twin", steps=steps, workers=1, resume="last", **changed).fit()
+
+    first = fit("a", 2)
+    capsys.readouterr()
+    second = fit("b", 3)
+    said = capsys.readouterr().err
+    assert second.run_id != first.run_id
+    assert f"no checkpoint in runs of {tmp_path / 'b' / 'train.py'}; starting from the beginning" in said
+    assert f"there is {first.run_id} of {tmp_path / 'a' / 'train.py'}; resume='{first.run_id}' goes on with it" in said
+    with pytest.raises(shoal.CheckpointMismatch, match="batch: 50 there, 40 here"):
+        fit("a", 3, batch_size=40)
+    assert (fit("a", 3).run_id, fit("b", 4).run_id) == (first.run_id, second.run_id)
+    assert "resume=" not in capsys.readouterr().err, "nothing is to be said of that"
+
+
 # -- which checkpoints there are ---------------------------------------------------------------------------------------
 
 

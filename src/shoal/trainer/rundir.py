@@ -19,6 +19,7 @@ import msgspec
 from shoal.core.errors import CheckpointError, ConfigError, RunDirError
 from shoal.store.home import shoal_home
 from shoal.store.liveness import is_there
+from shoal.trainer.lineage import Choice, Known, Lineage, choose, read_lineage
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
@@ -40,7 +41,7 @@ def runs_root() -> Path:
 
 def default_name() -> str:
     """The name of the script that runs."""
-    stem = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+    stem = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-", "-c", "-m") else ""
     return stem or "run"
 
 
@@ -59,6 +60,7 @@ class RunDir:
         self._made: list[Path] = []
         self._new: list[Path] = []
         self._aside: tuple[Path, bytes] | None = None
+        self._former = b""
         self._lock = -1
         try:
             self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -123,15 +125,21 @@ class RunDir:
         """What this run is, for people and for finding it again."""
         target = self.path / _ABOUT
         try:
+            self._former = target.read_bytes() if target.exists() else b""
             temporary = target.with_suffix(".new")
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=2))
             temporary.rename(target)
         except OSError as error:
             raise RunDirError(f"{target} cannot be written ({error.strerror}); make room, or set run_dir=") from None
 
+    def take_back_about(self) -> None:
+        """What was to go on here was refused: the folder says again what it said before."""
+        if self._former:
+            with suppress(OSError):
+                (self.path / _ABOUT).write_bytes(self._former)
+
     def has_checkpoints(self) -> bool:
-        folder = self.path / _CHECKPOINTS
-        return folder.is_dir() and any(entry.name.startswith("step-") for entry in folder.iterdir())
+        return _has_checkpoints(self.path)
 
     def close(self, *, keep: bool = False) -> None:
         """Let go of the folder. Unless it is to be kept or has a checkpoint, it is again as it was before."""
@@ -167,22 +175,28 @@ def find_checkpoint(
     name: str,
     warn: Callable[[str], None],
     progress: Progress | None = None,
+    lineage: Lineage | None = None,
+    otherwise: str = "starting from the beginning",
 ) -> tuple[Loaded | None, Path | None]:
     """The checkpoint that `resume` means, and the folder of the run it is of.
 
-    "last": the newest checkpoint in `run_dir`, or of the newest run of this name; None where there is none yet. Else a
-    run's id or the path of a run, of its checkpoints, or of one checkpoint: that must exist. The folder is None for
-    checkpoints that lie outside a run: what resumes from them is a run of its own.
+    "last": the newest checkpoint in `run_dir`, or of the run of this name that `lineage` has most in common with; None
+    where there is none yet, and what is done then is told in the words of `otherwise`. Else a run's id or the path of a
+    run, of its checkpoints, or of one checkpoint: that must exist. The folder is None for checkpoints that lie outside
+    a run: what resumes from them is a run of its own.
     """
     from shoal.checkpoint import load_newest
 
     if str(resume) == "last":
-        for folder in [run_dir] if run_dir is not None else _runs_named(name):
-            loaded = load_newest(folder / _CHECKPOINTS, warn, progress)
-            if loaded is not None:
-                return loaded, folder
+        folder, said = _last_run(name, lineage) if run_dir is None else Choice(run_dir)
+        loaded = None if folder is None else load_newest(folder / _CHECKPOINTS, warn, progress)
+        if loaded is not None:
+            if said:
+                warn(f"resume='last' means {loaded.path}: {said}")
+            return loaded, folder
         where = str(run_dir) if run_dir is not None else f"runs named {name!r} in {runs_root()}"
-        warn(f"resume='last': no checkpoint in {where}; starting from the beginning")
+        where = f"runs of {lineage.script}" if lineage is not None and said else where
+        warn(f"resume='last': no checkpoint in {where}; {otherwise}{said and f'. {said}'}")
         return None, None
     path = Path(resume).expanduser()
     if not path.exists() and len(path.parts) == 1:
@@ -216,6 +230,16 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
     """The checkpoint of the highest step in a run's folder; it is not looked into."""
     found = sorted((folder / _CHECKPOINTS).glob("step-*/manifest.json")) if folder is not None else []
     return found[-1].parent if found else None
+
+
+def _last_run(name: str, lineage: Lineage | None) -> Choice:
+    runs = [Known(path, read_lineage(read_about(path))) for path in _runs_named(name) if _has_checkpoints(path)]
+    return choose(lineage or Lineage(), runs)
+
+
+def _has_checkpoints(run: Path) -> bool:
+    folder = run / _CHECKPOINTS
+    return folder.is_dir() and any(entry.name.startswith("step-") for entry in folder.iterdir())
 
 
 def _runs_named(name: str) -> list[Path]:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
+from shoal.engines.program import origin
 from shoal.monitor.wording import counted
 from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
@@ -47,6 +48,7 @@ from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
+from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
@@ -292,7 +294,8 @@ class Trainer(Configured):
         begun = time.monotonic()
         watch = Watch(self.callbacks)
         try:
-            loaded, folder = self._find_resumed(watch)
+            loaded, folder = self._find_resumed(watch, "starting from the beginning")
+            self._check_resumed(loaded, watch)
             with _Folder(self, loaded, folder, watch) as place, watch.running(place.identity()):
                 start = Start(
                     seed=self.seed,
@@ -314,25 +317,46 @@ class Trainer(Configured):
         finally:
             watch.close()
 
-    def _find_resumed(self, watch: Watch) -> tuple[Loaded | None, Path | None]:
+    def _find_resumed(self, watch: Watch, otherwise: str) -> tuple[Loaded | None, Path | None]:
         if self.resume is None:
             return None, None
-        warn = watch.warn
-        loaded, folder = find_checkpoint(
-            self.resume, run_dir=self.run_dir, name=self.name, warn=warn, progress=watch.read_checkpoint
+        return find_checkpoint(
+            self.resume,
+            run_dir=self.run_dir,
+            name=self.name,
+            warn=watch.warn,
+            progress=watch.read_checkpoint,
+            lineage=self._lineage(),
+            otherwise=otherwise,
         )
-        if loaded is not None and loaded.step > self.recipe.total_steps:
+
+    def _lineage(self) -> Lineage:
+        """What tells the runs of this Trainer from others."""
+        return Lineage(
+            script=str(origin()),
+            model=model_digest(self.model.state_dict()),
+            samples=check_data(self.recipe.data, "data"),
+            batch_size=self.recipe.batch_size,
+            seed=self.seed,
+        )
+
+    def _check_resumed(self, loaded: Loaded | None, watch: Watch) -> None:
+        if loaded is None:
+            return
+        if loaded.step > self.recipe.total_steps:
             raise ConfigError(
                 f"resume: the checkpoint {loaded.path} is at step {loaded.step}, and this run has only "
                 f"{self.recipe.total_steps} steps; give it the epochs= or steps= that it had, or more"
             )
-        for tree, argument, given in (
-            ("schedule", "schedule=", self.recipe.schedule),
-            ("average", "ema=", self.recipe.ema),
-        ):
-            if loaded is not None and tree in loaded.trees and given is None:
-                warn(f"{loaded.path} holds the state of {argument}, which this run is not given; it goes on without")
-        return loaded, folder
+        self._tell_unused(loaded, watch, schedule=self.recipe.schedule, ema=self.recipe.ema)
+
+    def _tell_unused(self, loaded: Loaded, watch: Watch, **given: Any) -> None:
+        for argument, value in given.items():
+            tree = "average" if argument == "ema" else argument
+            if tree in loaded.trees and value is None:
+                watch.warn(
+                    f"{loaded.path} holds the state of {argument}=, which this run is not given; it goes on without"
+                )
 
     def _train(self, start: Start, watch: Watch, signals: StopSignals) -> list[dict[str, Any]]:
         recipe, model = self._doubted(), self.model
@@ -560,8 +584,8 @@ class Trainer(Configured):
 
     def _run(self, body: Callable[[Session], Any]) -> list[Any]:
         settings.current().entered += 1
-        start = Start(seed=self.seed, collective=self.collective)
         try:
+            start = Start(seed=self.seed, collective=self.collective)
             return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
         except ShoalError as error:
             raise error.with_traceback(None) from None
@@ -617,14 +641,15 @@ class _Folder:
             "name": self.name,
             "started": time.time(),
             "workers": trainer.workers,
-            "batch_size": trainer.recipe.batch_size,
             "total_steps": trainer.recipe.total_steps,
-            "seed": trainer.seed,
+            **asdict(trainer._lineage()),
             "resumed": None if self.loaded is None else str(self.loaded.path),
         }
 
     def __exit__(self, *error: object) -> None:
         if self._held is not None:
+            if not self.watch.started:
+                self._held.take_back_about()
             self._held.close(keep=self.watch.began)
 
 
