@@ -328,6 +328,50 @@ def test_last_is_no_run_of_another_script_of_this_name(
     assert "resume=" not in capsys.readouterr().err, "nothing is to be said of that"
 
 
+# -- evaluated before it is fitted -------------------------------------------------------------------------------------
+
+
+def test_an_unfitted_trainer_evaluates_and_predicts_with_the_weights_that_resume_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trainer(steps: int, **changed: Any) -> shoal.Trainer:
+        options: dict[str, Any] = {"model": batch_norm_net, "ema": 0.8, "eval_data": HELD_OUT, "predict": _scores}
+        return make(**options, steps=steps, workers=1, run_dir=tmp_path, **changed)
+
+    first = trainer(4)
+    run = first.fit()
+    wanted, scores = first.evaluate(), first.predict(HELD_OUT)
+    capsys.readouterr()
+    for resume in ("last", tmp_path / "checkpoints" / "step-000000004"):
+        # a shorter run, another batch size and seed: only the weights are wanted
+        again = trainer(2, resume=resume, batch_size=20, seed=3)
+        assert again.evaluate() == wanted
+        assert torch.equal(again.predict(HELD_OUT), scores)
+        assert_same(weights(again), weights(first), bitwise=True)
+        said = capsys.readouterr().err
+        assert said.count(f"using the average of the weights of {run.run_id} at step 4") == 1
+    longer = trainer(6, resume="last")
+    assert longer.evaluate() == wanted
+    capsys.readouterr()
+    assert longer.fit().metrics == longer.evaluate() != wanted
+    assert "using the" not in capsys.readouterr().err
+
+
+def test_what_fit_would_refuse_of_a_checkpoint_evaluate_refuses_too(
+    tmp_path: Path, finished: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changed, words in (({"model": _wider}, "another model"), ({"ema": 0.9}, "'average'")):
+        with pytest.raises(shoal.CheckpointMismatch, match=words):
+            make(resume=finished[0], **changed).evaluate(HELD_OUT)
+    with pytest.raises(shoal.ConfigError, match="resume='yesterday'"):
+        make(resume="yesterday").evaluate(HELD_OUT)
+    fresh = make(workers=1)
+    none_yet = make(run_dir=tmp_path, resume="last", workers=1)
+    capsys.readouterr()
+    assert none_yet.evaluate(HELD_OUT) == fresh.evaluate(HELD_OUT)
+    assert f"no checkpoint in {tmp_path}; the model is evaluated as it was given" in capsys.readouterr().err
+
+
 # -- which checkpoints there are ---------------------------------------------------------------------------------------
 
 

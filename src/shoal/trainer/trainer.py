@@ -50,6 +50,7 @@ from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
+from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
 from shoal.trainer.rundir import (
@@ -115,7 +116,8 @@ class Trainer(Configured):
     deterministic: weights are bitwise equal for any number of workers, at some cost in speed.
     strict: what the proof on the first batch finds wrong with the loss (docs/losses.md) is an error, not a notice.
     name: of the run; by default that of the script. run_dir: its folder; by default a new one in ~/.shoal/runs.
-    resume: "last", a run's id, or a path. checkpoint_every: steps; by default every five minutes. There is always a
+    resume: "last", a run's id, or a path: fit() goes on from there, and evaluate() and predict() have its weights until
+        then. checkpoint_every: steps; by default every five minutes. There is always a
         checkpoint at the end, and at the best evaluation. keep: how many of the last ones stay.
     eval_every: steps; by default once per epoch.
     callbacks: functions of an event (`shoal.core.events`); one that returns `shoal.Stop()` ends the run.
@@ -214,11 +216,13 @@ class Trainer(Configured):
         self.keep = keep
         self.callbacks = tuple(callbacks)
         self._identity: Identity | None = None
+        self._resume_read = False
+        """Whether the model has the weights that it is evaluated with: resume= was looked for, or fit() has ended."""
         self.settle(workers=self.workers, name=self.name)
         if steps is None:
             self.settle(epochs=1 if epochs is None else epochs)
         self.average: dict[str, Tensor] | None = None
-        """After fit() with ema=: the average of the weights, by name."""
+        """With ema=, after fit() or once resume= has been read: the average of the weights, by name."""
         self.recipe = Recipe(
             loss=loss,
             optimizer=optimizer,
@@ -292,7 +296,7 @@ class Trainer(Configured):
 
     def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
-        watch = Watch(self.callbacks)
+        watch, before = Watch(self.callbacks), self._resume_read
         try:
             loaded, folder = self._find_resumed(watch, "starting from the beginning")
             self._check_resumed(loaded, watch)
@@ -310,10 +314,14 @@ class Trainer(Configured):
                     meta={"run_id": place.run_id, "workers": self.workers},
                     loaded=loaded,
                 )
+                self._resume_read = True  # a callback that evaluates must not change the model meanwhile
                 values = self._train(start, watch, signals)
                 for value in values:
                     watch.saw(msgspec.convert(value["seen"], WorkerSeen))
                 return self._finish(values, watch, time.monotonic() - begun)
+        except BaseException:
+            self._resume_read = before
+            raise
         finally:
             watch.close()
 
@@ -525,7 +533,8 @@ class Trainer(Configured):
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over `data` (default: eval_data), every sample once, on all workers.
 
-        With ema=, the average of the weights is evaluated once there is one, as during training.
+        With ema=, the average of the weights is evaluated once there is one, as during training. A Trainer that was
+        made with resume= and has not been fitted has the weights of that checkpoint.
         """
         data = self.recipe.eval_data if data is None else data
         if data is None:
@@ -546,7 +555,10 @@ class Trainer(Configured):
         return figures
 
     def predict(self, data: Any) -> Any:
-        """What `predict` returns as prediction for every sample of `data`, in order, computed on all workers."""
+        """What `predict` returns as prediction for every sample of `data`, in order, computed on all workers.
+
+        The weights are those that `evaluate` has.
+        """
         predict = self.recipe.predict
         if predict is None:
             raise ConfigError(
@@ -585,10 +597,42 @@ class Trainer(Configured):
     def _run(self, body: Callable[[Session], Any]) -> list[Any]:
         settings.current().entered += 1
         try:
-            start = Start(seed=self.seed, collective=self.collective)
+            loaded = self._take_weights()
+            start = Start(seed=self.seed, collective=self.collective, loaded=loaded)
             return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
         except ShoalError as error:
             raise error.with_traceback(None) from None
+
+    def _take_weights(self) -> Loaded | None:
+        """Once, before fit(): give the model the weights that resume= means. What was read, but for the weights."""
+        if self.resume is None or self._resume_read:
+            return None
+        watch = Watch()
+        try:
+            loaded, _ = self._find_resumed(watch, "the model is evaluated as it was given")
+            if loaded is not None:
+                self._tell_unused(loaded, watch, ema=self.recipe.ema)
+                self._load_weights(loaded)
+                weights = "weights" if self.average is None else "average of the weights"
+                run_id = loaded.meta.get("run_id") or "a run"
+                watch.warn(f"resume: using the {weights} of {run_id} at step {loaded.step} ({loaded.path})")
+                loaded = replace(loaded, trees={"session": loaded.trees["session"]})
+            self._resume_read = True
+            return loaded
+        finally:
+            watch.close()
+
+    def _load_weights(self, loaded: Loaded) -> None:
+        if isinstance(self.sync, spec.Server):
+            # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+            from shoal.trainer.tables import make_real
+
+            make_real(self.model, loaded)
+        restore("model", self.model, loaded)
+        if self.recipe.ema is not None:
+            average = Average(self.model, self.recipe.ema)
+            restore("average", average, loaded)
+            self.average = average.state_dict()
 
 
 @dataclass
