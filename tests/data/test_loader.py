@@ -7,8 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -320,6 +323,42 @@ def test_a_batch_that_cannot_leave_the_process_names_its_type(open_stream: Calla
     assert stream.take() is not None
     with pytest.raises(DataError, match=r"Opaque.*data_workers=0"):
         stream.take()
+
+
+class Encoding(UserDict[str, Any]):
+    """As `transformers.BatchEncoding` gives its items."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@dataclass
+class Pair:
+    numbers: Tensor
+    words: list[str]
+
+
+def encoded(items: list[int]) -> list[Any]:
+    numbers = torch.tensor(items)
+    return [Encoding({"ids": numbers}), Pair(numbers, [str(item) for item in items])]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_mappings_and_dataclasses_arrive_as_what_they_are(open_stream: Callable[..., Stream], processes: int) -> None:
+    (encoding, pair), _ = open_stream(range(200), Steps(3), processes, collate=encoded).take() or []
+    assert type(encoding) is Encoding and encoding.ids.tolist() == encoding["ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert type(pair) is Pair and pair.numbers.tolist() == [0, 1, 2, 3, 4, 5] and pair.words[-1] == "5"
+
+
+def test_a_class_made_inside_a_function_is_refused_with_what_to_do(open_stream: Callable[..., Stream]) -> None:
+    @dataclass
+    class Local:
+        items: list[int]
+
+    with pytest.raises(DataError, match=r"<locals>\.Local, which is not found under this name; define the class at"):
+        open_stream(range(200), Steps(3), 1, collate=Local).take()
 
 
 def test_measured_processes_give_way_to_inline_for_such_a_batch(

@@ -225,9 +225,9 @@ def _opened(header: bytes, buffers: list[bytearray]) -> list[Any]:
     if answer.kind == "unpackable":
         raise Unpackable(answer.text)
     try:
-        batches: list[Any] = unseal(answer.parcel, buffers)
+        batches: list[Any] = unseal(answer.parcel, buffers, objects=True)
     except (TypeError, ValueError) as error:
-        # for example a named tuple whose class was made after the fork
+        # for example an object whose class was made after the fork
         raise Unpackable(f"it cannot be put together again in the worker: {error}") from error
     return batches
 
@@ -290,7 +290,7 @@ def _answer(header: bytes, indices: bytearray, sources: Mapping[str, Fetcher]) -
         told = _Answer("error", text=text, traceback=own_traceback(error), place=place_of(error))
         return msgspec.msgpack.encode(told), ()
     try:
-        parcel, buffers = seal(batches)
+        parcel, buffers = seal(batches, objects=True)
     except (TypeError, ValueError, RuntimeError) as error:
         return msgspec.msgpack.encode(_Answer("unpackable", text=str(error))), ()
     return msgspec.msgpack.encode(_Answer("batches", parcel)), buffers

@@ -25,21 +25,21 @@ class _Whole(msgspec.Struct, array_like=True):
     buffers: list[bytes]
 
 
-def seal(tree: Any) -> tuple[bytes, list[memoryview]]:
+def seal(tree: Any, *, objects: bool = False) -> tuple[bytes, list[memoryview]]:
     """Header and buffers of `tree`. The buffers are views of contiguous CPU tensors: send them before those change."""
-    structure, tensors = pack(tree)
+    structure, tensors = pack(tree, objects=objects)
     plain = [tensor.detach().cpu().contiguous() for tensor in tensors]
     head = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in plain]
     return msgspec.msgpack.encode(_Header(structure, head)), [_view(tensor) for tensor in plain]
 
 
-def unseal(header: bytes, buffers: Sequence[bytearray | bytes | memoryview]) -> Any:
+def unseal(header: bytes, buffers: Sequence[bytearray | bytes | memoryview], *, objects: bool = False) -> Any:
     """The tree again. Its tensors live in `buffers`."""
     head = msgspec.msgpack.decode(header, type=_Header)
     if len(head.tensors) != len(buffers):
         raise ValueError(f"a parcel names {len(head.tensors)} tensors and has {len(buffers)} buffers")
     tensors = [_tensor(name, shape, buffer) for (name, shape), buffer in zip(head.tensors, buffers, strict=True)]
-    return unpack(head.structure, tensors)
+    return unpack(head.structure, tensors, objects=objects)
 
 
 def sizes(header: bytes) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,6 +119,8 @@ def _joined(whole: Tensor, one: Tensor, other: Tensor, *, share: float) -> bool:
 def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree.detach()]
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         tree = list(tree.values())
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        tree = [getattr(tree, field.name, None) for field in fields(tree)]
     return [tensor for each in tree for tensor in _tensors(each)] if isinstance(tree, (list, tuple)) else []

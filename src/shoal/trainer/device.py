@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.data.tree import mapped
+
 
 def moved(tree: Any, device: torch.device) -> Any:
     """The same tree with its tensors, and what else has a `to`, on `device`."""
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(moved(part, device) for part in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(moved(part, device) for part in tree)
-    if isinstance(tree, dict):
-        return {key: moved(part, device) for key, part in tree.items()}
-    return tree.to(device) if hasattr(tree, "to") else tree
+
+    def move(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device, non_blocking=True)
+        return part.to(device) if _moves_itself(part) else part
+
+    return mapped(tree, move, is_leaf=_moves_itself)
+
+
+def _moves_itself(part: Any) -> bool:
+    # of its class: an item that is called so is not meant
+    return callable(getattr(type(part), "to", None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -197,7 +197,7 @@ def join(outputs: list[Any]) -> Any:
                 "predict returned a scalar for a batch; return one prediction per sample, along dimension 0"
             )
         return torch.cat([output.detach() for output in outputs])
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: join([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple):
         return tuple(join([output[place] for output in outputs]) for place in range(len(first)))

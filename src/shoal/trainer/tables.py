@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.data.tree import leaves
 from shoal.syncs.server.tables import Table, TablePart, check_optimizer, put_part
 
 if TYPE_CHECKING:
@@ -157,16 +157,16 @@ class Embeddings:
         """Ask for the rows of these batches, as far as it is known where in them ids are."""
         if not any(self._places):
             return
-        trees = [tree_leaves(batch) for batch in batches]
+        trees = [leaves(batch) for batch in batches]
         for table, places in zip(self._setup.tables, self._places, strict=True):
-            found = [ids for leaves in trees for place in places if (ids := place.of(leaves)) is not None]
+            found = [ids for tree in trees for place in places if (ids := place.of(tree)) is not None]
             if found:
                 ids = torch.unique(torch.cat([each.reshape(-1).long() for each in found]))
                 self._client.ahead(table.number, ids[(ids >= 0) & (ids < table.rows)])
 
     def batch(self, batch: Any) -> None:
         """The next forwards are of this batch."""
-        self._leaves = tree_leaves(batch) if any(self._looks) else []
+        self._leaves = leaves(batch) if any(self._looks) else []
 
     def read(self, version: int) -> int:
         """The version that the lease is computed with, if its other weights are of this one."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.data.tree import mapped
 from shoal.draws import here
 from shoal.draws.forward import PAST, Forward, Keying, seed_of
 from shoal.draws.sites import as_tree, from_tree
@@ -422,12 +423,6 @@ def _undouble(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _doubled(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.double() if tree.dtype == torch.float32 else tree
-    if isinstance(tree, dict):
-        return {key: _doubled(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_doubled(value) for value in tree]
-    if type(tree) is tuple:
-        return tuple(_doubled(value) for value in tree)
-    return tree
+    return mapped(
+        tree, lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+    )
