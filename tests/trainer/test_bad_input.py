@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import shoal
 from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.permutation import Permutation
+from shoal.testing import FaultPlan
 from shoal.trainer.start import import_for_training
 from shoal.trainer.step import order_key
 
@@ -157,6 +158,8 @@ ARGUMENTS: list[tuple[dict[str, Any], type[shoal.ShoalError], list[str]]] = [
     ({"max_workers": 1}, shoal.ConfigError, ["max_workers=1", "workers=2"]),
     ({"min_workers": 2, "max_workers": 1}, shoal.ConfigError, ["min_workers=2", "max_workers=1"]),
     ({"epochs": 0}, shoal.ConfigError, ["epochs=0"]),
+    ({"faults": "kill"}, shoal.ConfigError, ["faults='kill'", "FaultPlan().kill("]),
+    ({"faults": FaultPlan, "min_workers": 1}, shoal.ConfigError, ["the class FaultPlan", "FaultPlan().kill("]),
     ({"steps": -3}, shoal.ConfigError, ["steps=-3"]),
     ({"keep": 0}, shoal.ConfigError, ["keep=0"]),
     ({"seed": "7"}, shoal.ConfigError, ["seed='7'"]),

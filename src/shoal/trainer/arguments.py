@@ -119,3 +119,13 @@ def check_flag(name: str, given: object) -> bool:
     if not isinstance(given, bool):
         raise ConfigError(f"{name}={given!r} is of type {type(given).__name__}; it must be True or False")
     return given
+
+
+def check_faults(faults: Any) -> None:
+    """Anything that can be told what a plan of faults is told (`Faults` in `elasticity`)."""
+    told = ("at", "heard", "for_servers", "finish")
+    given = f"the class {faults.__name__}" if isinstance(faults, type) else _shown(faults)
+    if isinstance(faults, type) or not all(callable(getattr(faults, name, None)) for name in told):
+        raise ConfigError(
+            f"faults={given}; it must be a plan of faults, such as shoal.testing.FaultPlan().kill('worker-1', step=7)"
+        )

@@ -31,6 +31,7 @@ from shoal.trainer.arguments import (
     as_path,
     check_builder,
     check_callbacks,
+    check_faults,
     check_flag,
     check_functions,
     check_loss,
@@ -703,6 +704,8 @@ def _elasticity(
     """How members may change; None where they may not."""
     check_whole(1, optional=True, min_workers=least, max_workers=most)
     check_whole(0, optional=True, restarts=restarts)
+    if faults is not None:
+        check_faults(faults)
     if least is None and most is None and restarts is None and faults is None:
         return None
     if least is not None and most is not None and least > most:
