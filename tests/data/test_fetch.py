@@ -3,6 +3,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import namedtuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -310,6 +311,45 @@ def test_other_kinds_are_refused_with_advice() -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             check_data(data, "eval")
         assert "eval" in str(caught.value)
+
+
+TABLES = {
+    r"tuple of 2 arrays with 9 rows.*TensorDataset\(\*map\(torch\.as_tensor, data\)\)": (np.zeros((9, 2)), np.zeros(9)),
+    r"tuple of 2 tensors with 9 rows each.*TensorDataset\(\*data\)": (torch.zeros(9, 2), torch.zeros(9, 2)),
+    r"tuple of 2 arrays, tensors or lists with 9 rows": (np.zeros((9, 2)), list(range(9))),
+    r"Point of 2 arrays": Point(np.zeros((9, 2)), np.zeros(9)),
+    r"list of 2 arrays with 9 rows each": [np.zeros((9, 2)), np.zeros(9)],
+    r"list of 2 tensors with 9 rows each.*TensorDataset\(\*data\)": [torch.zeros(9, 2), torch.zeros(9)],
+    r"dict of 2 arrays.*torch\.as_tensor, data\.values\(\)\)\)": {"x": np.zeros((9, 2)), "y": np.zeros(9)},
+    r"dict of 2 tensors.*TensorDataset\(\*data\.values\(\)\)": {"x": torch.zeros(9, 2), "y": torch.ones(9)},
+}
+
+
+@pytest.mark.parametrize("words", TABLES)
+def test_columns_are_refused_with_how_to_make_rows_of_them(words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_data(TABLES[words], "data")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [np.zeros((9, 2)), np.ones((9, 2))],
+        [torch.zeros(9), torch.ones(9)],
+        (np.zeros(9), np.zeros(8)),
+        (np.zeros(2), np.zeros(2)),
+        ([1, 2, 3], [4, 5, 6]),
+        [(np.zeros(9), 1), (np.zeros(9), 2)],
+        [torch.zeros(9, 2)] * 10,
+    ],
+)
+def test_what_may_be_samples_is_taken_for_samples(data: Any) -> None:
+    assert check_data(data, "data") == len(data)
+
+
+def test_unequal_samples_in_a_list_may_have_a_collate_of_their_own() -> None:
+    images = [torch.zeros(3, 32, 30), torch.zeros(3, 32, 28)]
+    assert check_data(images, "data", collate=list) == 2
 
 
 def test_empty_and_failing_length_are_data_errors() -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -603,6 +604,8 @@ def test_messages_name_no_internals() -> None:
     [
         ({"loss": nn.CrossEntropyLoss()}, ["loss=CrossEntropyLoss()", "lambda model, batch"]),
         ({"data": (torch.zeros(9, 2), torch.zeros(9))}, ["tuple of 2 tensors with 9 rows", "TensorDataset"]),
+        ({"data": (np.zeros((9, 2)), np.zeros(9))}, ["data is a tuple of 2 arrays with 9 rows", "TensorDataset"]),
+        ({"eval_data": {"x": np.zeros((9, 2)), "y": np.zeros(9)}}, ["eval_data is a dict of 2 arrays", "values()"]),
         ({"schedule": 3}, ["schedule=3", "CosineAnnealingLR"]),
         ({"metrics": None}, ["metrics is None"]),
         ({"name": "x" * 400}, ["name='xxx", "at most 120"]),

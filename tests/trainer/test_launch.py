@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -753,6 +754,10 @@ SESSIONS: dict[str, tuple[Callable[[Session], Any], str]] = {
     "no steps": (lambda session: next(session.steps(DATA, 2, steps=0)), "steps=0"),
     "less than no epochs": (lambda session: next(session.steps(DATA, 2, epochs=-1)), "epochs=-1"),
     "no micro batch": (lambda session: next(session.steps(DATA, 2, micro_batch=0)), "micro_batch=0"),
+    "columns": (
+        lambda session: next(session.steps((np.zeros((9, 2)), np.zeros(9)), 2)),
+        "data is a tuple of 2 arrays with 9 rows each: these are columns",
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from shoal.draws.calls import Calls
 _SPREAD = 0x9E37_79B9_7F4A_7C15
 """2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
 _POSITIVE = (1 << 63) - 1
+_MOST_COLUMNS = 8
 _COLLATE = 0x5851_F42D_4C95_7F2D
 """Turns the seed of an item into that of a `collate`: the two must not draw the same numbers."""
 
@@ -257,12 +258,12 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     return torch.index_select(tensor, 0, rows)
 
 
-def check_data(data: Any, name: str) -> int:
-    """The number of samples of a map-style data set. Touches no item.
+def check_data(data: Any, name: str, collate: Callable[[list[Any]], Any] | None = None) -> int:
+    """The number of samples of a map-style data set, whose items `collate` makes batches of. Touches no item.
 
     Raises `ConfigError` when `data` is not map-style and `DataError` when it is empty.
     """
-    _check_kind(data, name)
+    _check_kind(data, name, collate)
     try:
         length = len(data)
     except TypeError as error:
@@ -274,7 +275,7 @@ def check_data(data: Any, name: str) -> int:
     return length
 
 
-def _check_kind(data: Any, name: str) -> None:
+def _check_kind(data: Any, name: str, collate: Callable[[list[Any]], Any] | None) -> None:
     kind = type(data)
     must = "it must be a map-style data set with __len__ and __getitem__, for example a list of samples"
     if isinstance(data, type):
@@ -289,10 +290,12 @@ def _check_kind(data: Any, name: str) -> None:
             f"{name} is an IterableDataset ({kind.__name__}), which is not supported, because samples are assigned to "
             "workers by index; wrap it into a map-style data set with __len__ and __getitem__, or read it into a list"
         )
-    if isinstance(data, tuple) and _are_columns(data):
+    columns = _columns(data, by_default=collate is None)
+    if columns:
+        what, words, given = _in_words(data, columns, name)
         raise ConfigError(
-            f"{name} is a tuple of {len(data)} tensors with {len(data[0]):,} rows each: these are columns, and {must}; "
-            "use torch.utils.data.TensorDataset(*tensors)"
+            f"{name} is a {what} of {len(columns)} {words} with {len(columns[0]):,} rows each: these are columns, and "
+            f"{must}; use torch.utils.data.TensorDataset({given})"
         )
     if isinstance(data, (Mapping, str, bytes)):
         raise ConfigError(f"{name} is a {kind.__name__}, which is not indexed by sample number; {must}")
@@ -303,10 +306,31 @@ def _check_kind(data: Any, name: str) -> None:
         raise ConfigError(f"{name} is a {kind.__name__} without {' and '.join(missing)}; {must}")
 
 
-def _are_columns(data: tuple[Any, ...]) -> bool:
-    """A few tensors, each with as many rows and more of them than there are tensors."""
-    tensors = 1 < len(data) <= 8 and all(isinstance(part, Tensor) and part.ndim > 0 for part in data)
-    return tensors and len({len(part) for part in data}) == 1 and len(data[0]) > len(data)
+def _columns(data: Any, *, by_default: bool) -> list[Any]:
+    """What `data` holds, if these are columns of a table: a few tensors, arrays or lists (not lists alone), all with as
+    many rows, and more of them than there are columns. Else nothing.
+
+    In a list, tensors of one shape may be samples; others only if they are not collated by default.
+    """
+    if not isinstance(data, (tuple, list, Mapping)) or not 1 < len(data) <= _MOST_COLUMNS:
+        return []
+    parts = list(data.values() if isinstance(data, Mapping) else data)
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, (Tensor, np.ndarray)) and part.ndim]
+    lists = [part for part in parts if isinstance(part, list)]
+    if not shapes or len(shapes) + len(lists) < len(parts) or len({len(part) for part in parts}) > 1:
+        return []
+    if isinstance(data, list) and (not by_default or (not lists and len(set(shapes)) == 1)):
+        return []
+    return parts if len(parts[0]) > len(parts) else []
+
+
+def _in_words(data: Any, columns: list[Any], name: str) -> tuple[str, str, str]:
+    """What the columns are in; what they are; and how to write them as arguments."""
+    given = f"{name}.values()" if isinstance(data, Mapping) else name
+    if all(isinstance(part, Tensor) for part in columns):
+        return type(data).__name__, "tensors", f"*{given}"
+    words = "arrays" if all(isinstance(part, np.ndarray) for part in columns) else "arrays, tensors or lists"
+    return type(data).__name__, words, f"*map(torch.as_tensor, {given})"
 
 
 # ---- what is wrong with these items, in words

@@ -39,7 +39,7 @@ def cross_validate(trainer: Trainer, folds: int = 5) -> CrossValidation:
     Folds are cut from a permutation keyed by the trainer's seed: equal sizes, every sample in exactly one. The model
     keeps the weights it came with. `epochs` mean passes over the data without the fold.
     """
-    size = check_data(trainer.recipe.data, "data")
+    size = check_data(trainer.recipe.data, "data", trainer.recipe.collate)
     if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= size:
         raise ConfigError(f"folds={folds!r}; it must be a whole number from 2 to the number of samples ({size})")
     order = Permutation(size, derive(trainer.seed, "folds")).span(0, size).tolist()

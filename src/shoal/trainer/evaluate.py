@@ -49,7 +49,7 @@ class Part:
         self, session: Session, data: Any, collate: Any, *, batch: int, data_workers: int | None, name: str
     ) -> None:
         self._session = session
-        self._size = check_data(data, name)
+        self._size = check_data(data, name, collate)
         self._batch = batch
         self._spans: list[Span] = []
         self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)

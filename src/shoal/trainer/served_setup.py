@@ -72,7 +72,7 @@ def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:
         run=start.run_id,
         keys=Keys.make(),
         spec=sync,
-        course=Course(check_data(recipe.data, "data"), recipe.batch_size),
+        course=Course(check_data(recipe.data, "data", recipe.collate), recipe.batch_size),
         total=recipe.total_steps,
         version=version,
         cut=pieces,

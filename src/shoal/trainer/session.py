@@ -194,7 +194,7 @@ class Session:
         check_whole(0, optional=True, data_workers=data_workers)
         check_functions(optional=True, collate=collate)
         self.buffers.use(buffers)
-        course = self.course = Course(check_data(data, "data"), batch_size)
+        course = self.course = Course(check_data(data, "data", collate), batch_size)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
         start = self._enter_loop(course)
         if start is None or self.stopping is not None:

@@ -188,9 +188,9 @@ class Trainer(Configured):
         check_loss(loss)
         check_schedule(schedule)
         check_functions(optional=True, collate=collate, predict=predict, after_step=after_step)
-        size = check_data(data, "data")
+        size = check_data(data, "data", collate)
         if eval_data is not None:
-            check_data(eval_data, "eval_data")
+            check_data(eval_data, "eval_data", collate)
         check_whole(1, batch_size=batch_size, keep=keep)
         check_whole(1, optional=True, epochs=epochs, steps=steps, micro_batch=micro_batch)
         check_whole(1, optional=True, checkpoint_every=checkpoint_every, eval_every=eval_every)
@@ -479,7 +479,7 @@ class Trainer(Configured):
         """Two workers died of the same samples: which items of the data set these are."""
         if self.elasticity is None or error.positions is None or error.step is None or error.worker is not None:
             return
-        course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
+        course = Course(check_data(self.recipe.data, "data", self.recipe.collate), self.recipe.batch_size)
         first, last = error.positions
         order = Permutation(course.size, order_key(self.seed, error.step // course.steps_per_epoch))
         items = order.span(first, last + 1).tolist()
@@ -489,7 +489,7 @@ class Trainer(Configured):
     def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float) -> Result:
         first, told = values[0], [value["seen"] for value in values]
         run_id, run_dir = first["run"]  # worker 0's: where the script runs once per worker, others have made up theirs
-        course = Course(check_data(self.recipe.data, "data"), self.recipe.batch_size)
+        course = Course(check_data(self.recipe.data, "data", self.recipe.collate), self.recipe.batch_size)
         return Result(
             run_id=run_id,
             run_dir=Path(run_dir),
@@ -540,7 +540,7 @@ class Trainer(Configured):
         data = self.recipe.eval_data if data is None else data
         if data is None:
             raise ConfigError("evaluate() needs data: pass it, or give the Trainer eval_data=")
-        check_data(data, "data")
+        check_data(data, "data", self.recipe.collate)
         recipe, model = self.recipe, self.model
 
         def body(session: Session) -> dict[str, float]:
@@ -565,7 +565,7 @@ class Trainer(Configured):
             raise ConfigError(
                 "predict() needs a function: give the Trainer predict=fn(model, batch) -> (prediction, target)"
             )
-        check_data(data, "data")
+        check_data(data, "data", self.recipe.collate)
         model = self.model
 
         def body(session: Session) -> Any:
