@@ -196,6 +196,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[shoal.ShoalError], list[str]]] = [
     ({"layout": 4}, shoal.ConfigError, ["layout=4", "'single'"]),
     ({"layout": "single:depth=2"}, shoal.ConfigError, ["'depth'", "single takes no keys"]),
     ({"sync": "all-reduce"}, shoal.ConfigError, ["did you mean 'allreduce'?"]),
+    ({"codec": "topk:densty=0.1"}, shoal.ConfigError, ["'densty'", "did you mean 'density'?"]),
     ({"codec": "int4"}, shoal.ConfigError, ["codec='int4'", "'none'", "did you mean 'int8'?"]),
     ({"codec": "topk:density=0"}, shoal.ConfigError, ["density=0.0", "from 1e-06 to 1"]),
     ({"codec": "int8", "deterministic": True}, shoal.ConfigError, ["deterministic=True sums gradients as they are"]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,8 @@ from shoal.core import settings, spec
 from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Setting, Settings
 from shoal.trainer.configure import FLAGS, plain
 from shoal.trainer.rundir import read_about
+from shoal.trainer.session import Session
+from shoal.trainer.step import Step
 from shoal.trainer.watch import Identity, masked, new_run, resume_command
 
 
@@ -68,8 +72,54 @@ def test_every_flag_is_an_argument_of_the_trainer() -> None:
 def test_arguments_that_are_missing_are_told_in_pythons_words() -> None:
     with pytest.raises(TypeError, match=r"missing 3 required positional arguments: 'loss', 'optimizer', and 'data'"):
         shoal.Trainer(nn.Linear(1, 1))  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wrokers'"):
-        make(wrokers=2)
+    with pytest.raises(TypeError, match="takes 5 positional arguments but 6 were given"):
+        make().__init__(1, 2, 3, 4, 5)  # type: ignore[misc]
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Trainer.__init__": (lambda: make(wrokers=2), "workers"),
+    "launch": (lambda: shoal.launch(print, wrokers=2), "workers"),  # type: ignore[call-arg]
+    "cross_validate": (lambda: shoal.cross_validate(make(), fold=2), "folds"),  # type: ignore[call-arg]
+    "Session.steps": (lambda: Session.steps(None, [1], bathc_size=2), "batch_size"),  # type: ignore
+    "Step.apply": (lambda: Step.apply(None, None, clipp=1.0), "clip"),  # type: ignore
+}
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_a_misspelt_argument_is_told_with_the_one_that_was_meant(called: str) -> None:
+    call, meant = CALLS[called]
+    with pytest.raises(TypeError) as caught:
+        call()
+    said = str(caught.value)
+    assert said.startswith(f"{called}() got an unexpected keyword argument ")
+    assert said.endswith(f". Did you mean {meant!r}?")
+    assert caught.value.__context__ is None, "one traceback, not two"
+
+
+def test_an_argument_like_no_other_gets_no_hint() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
+        make(zebra=2)
+
+
+def test_what_is_missing_is_told_in_one_traceback() -> None:
+    with pytest.raises(TypeError) as caught:
+        shoal.launch()  # type: ignore[call-arg]
+    assert "missing 1 required positional argument: 'fn'" in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+def test_a_type_error_from_inside_is_left_alone() -> None:
+    def build() -> nn.Module:
+        return nn.Linear(1, 1, wrokers=2)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match=r"Linear\.__init__\(\) got an unexpected keyword argument 'wrokers'$"):
+        shoal.Trainer(build, print, print, [1])  # type: ignore[arg-type]
+
+
+def test_signatures_stay_for_help() -> None:
+    assert str(inspect.signature(Session.steps)).startswith("(self, data: 'Any', batch_size: 'int', *, epochs")
+    assert "batch_size" in inspect.signature(shoal.Trainer).parameters
+    assert (Session.steps.__doc__ or "").startswith("Go through `data`")
 
 
 def test_own_loops_take_flags_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,9 +41,9 @@ def configured(init: Callable[Concatenate[Owner, P], None]) -> Callable[Concaten
     signature = inspect.signature(init)
 
     def resolved(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError:
+        _refuse_unknown(signature, init, kwargs)
+        bound = _bound(signature, self, *args, **kwargs)
+        if bound is None:
             return init(self, *args, **kwargs)  # Python's own words for what is missing
         settings.current().made += 1
         self.config = _apply(signature, bound.arguments, "the Trainer", skip=1)
@@ -57,9 +58,9 @@ def configured_call(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def resolved(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
+        _refuse_unknown(signature, function, kwargs)
+        bound = _bound(signature, *args, **kwargs)
+        if bound is None:
             return function(*args, **kwargs)
         token = _config.set(_apply(signature, bound.arguments, f"shoal.{function.__name__}", skip=0))
         try:
@@ -68,6 +69,35 @@ def configured_call(function: Callable[P, T]) -> Callable[P, T]:
             _config.reset(token)
 
     return resolved
+
+
+def spelt(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function that is called by users: a keyword that it does not have is told with the one that was meant."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        _refuse_unknown(signature, function, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_unknown(signature: inspect.Signature, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """In the words of newer Pythons, which know the nearest name."""
+    for name in given:
+        if name not in signature.parameters:
+            near = get_close_matches(name, signature.parameters, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def _bound(signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments | None:
+    """None if they do not fit. Outside of the handler the call that says so is not told as an error in another one."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
 
 
 def config_of_call() -> dict[str, Setting]:

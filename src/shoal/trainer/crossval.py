@@ -17,6 +17,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
 from shoal.data.fetch import check_data
+from shoal.trainer.configure import spelt
 from shoal.trainer.result import Result
 from shoal.trainer.trainer import Trainer
 
@@ -33,6 +34,7 @@ class CrossValidation:
     """Standard deviation over the folds (of these folds, not an estimate for more)."""
 
 
+@spelt
 def cross_validate(trainer: Trainer, folds: int = 5) -> CrossValidation:
     """Fit the trainer once per fold, each time from the weights its model has now, and evaluate on the fold left out.
 

@@ -39,6 +39,7 @@ from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.configure import spelt
 from shoal.trainer.inspection import Inspection
 from shoal.trainer.keyed import Keyed
 from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
@@ -172,6 +173,7 @@ class Session:
         self.buffers = Buffers(self._replica.named_modules())
         self._untrained = None
 
+    @spelt
     def steps(
         self,
         data: Any,

@@ -28,6 +28,7 @@ from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.syncs.updating import update
 from shoal.trainer.channel import REASONS
+from shoal.trainer.configure import spelt
 from shoal.trainer.device import moved
 from shoal.trainer.keyed import Judgement
 from shoal.trainer.loss import read_loss
@@ -497,6 +498,7 @@ class Step:
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
+    @spelt
     def apply(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> Update:
         """Sum the gradients over all workers and let `optimizer` apply them to its parameters.
 
