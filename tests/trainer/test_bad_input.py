@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import shoal
+from shoal.core.atoms import Course
 from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.permutation import Permutation
 from shoal.testing import FaultPlan
 from shoal.trainer.start import import_for_training
-from shoal.trainer.step import order_key
+from shoal.trainer.step import _strange_rows, order_key, positions_in_words
 
 SAMPLES, BATCH = 40, 8
 SECONDS = 3.0
@@ -295,6 +296,7 @@ def test_a_loss_that_is_not_finite_names_step_worker_and_gradient() -> None:
     with refused(
         shoal.NotFiniteError,
         f"the loss is nan in step {step + 1} on worker {worker} (positions",
+        "values that are not finite came with data[23])",
         "all parameters are finite; the first whose gradient is not is 'weight'",
         "clip=",
     ) as error:
@@ -303,6 +305,18 @@ def test_a_loss_that_is_not_finite_names_step_worker_and_gradient() -> None:
     assert (error.value.step, error.value.worker) == (step, worker)
     assert error.value.positions is not None
     assert error.value.positions[0] <= position_of(23) <= error.value.positions[1]
+
+
+def test_the_samples_of_a_loss_that_is_not_finite_are_named() -> None:
+    course = Course(SAMPLES, SAMPLES)
+    said = positions_in_words(course, 0, 0, 4, 7)
+    assert said == f"positions 4–7 of epoch 1: {', '.join(f'data[{sample_at(place)}]' for place in range(4, 8))}"
+    assert positions_in_words(course, 0, 0, 0, 39).endswith(f"data[{sample_at(7)}] and 32 more")
+    batch = {"x": torch.ones(3, 2, 2), "mask": torch.full((3, 4), -float("inf")), "y": [torch.ones(3), "text"]}
+    assert _strange_rows(batch, 3) == set()
+    batch["x"][1, 0, 1] = float("nan")  # type: ignore[index]
+    assert _strange_rows(batch, 3) == {1}
+    assert _strange_rows([torch.tensor([float("inf")]), torch.tensor(float("nan"))], 1) == {0}
 
 
 def test_weights_that_are_not_finite_are_named() -> None:

@@ -25,6 +25,7 @@ from shoal.trainer.clerk_places import Places
 from shoal.trainer.elasticity import EverythingLost
 from shoal.trainer.served_saving import Keeping, Snapshot, Story
 from shoal.trainer.served_seen import Seen
+from shoal.trainer.step import positions_in_words
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
@@ -183,7 +184,8 @@ class Steps:
             span, lease = self._setup.course.step(step), culprit.done.lease
             atoms = span.atoms()[lease.start : lease.stop]
             positions = atoms[0].start, atoms[-1].stop - 1
-            where = f" on worker {culprit.worker} (positions {positions[0]}–{positions[1]} of epoch {span.epoch + 1})"
+            samples = positions_in_words(self._setup.course, self._setup.seed, span.epoch, *positions)
+            where = f" on worker {culprit.worker} ({samples})"
         return NotFiniteError(
             f"{what} in step {step + 1}{where}. Lower the learning rate, set clip=, or look for bad values in these "
             "samples",

@@ -272,8 +272,8 @@ class LeaseStep(Step):
             loss = self._loss / self._weight if self._weight > 0.0 else self._loss
             raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {norm}")
 
-    def _culprit(self) -> tuple[int | None, Sequence[Span]]:
-        return self._session.seat, self.own
+    def _culprit(self) -> tuple[int | None, Sequence[Span], list[int]]:
+        return self._session.seat, self.own, self._strange_samples()
 
 
 class Outcome(NamedTuple):

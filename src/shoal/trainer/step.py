@@ -22,6 +22,7 @@ from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
+from shoal.data.tree import leaves
 from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
@@ -65,6 +66,18 @@ class Update(NamedTuple):
 def order_key(seed: int, epoch: int) -> int:
     """The key of the permutation that is the order of samples in an epoch."""
     return derive(seed, "order", epoch)
+
+
+def items_in_words(course: Course, seed: int, epoch: int, positions: Sequence[int], most: int = 8) -> str:
+    """Which items of the data set are at these positions of an epoch: so many of them by their index."""
+    shown = Permutation(course.size, order_key(seed, epoch)).at(np.array(positions[:most])).tolist()
+    more = len(positions) - len(shown)
+    return ", ".join(f"data[{item}]" for item in shown) + (f" and {more} more" if more else "")
+
+
+def positions_in_words(course: Course, seed: int, epoch: int, first: int, last: int) -> str:
+    items = items_in_words(course, seed, epoch, range(first, last + 1))
+    return f"positions {first}–{last} of epoch {epoch + 1}: {items}"
 
 
 class Loop:
@@ -642,11 +655,16 @@ class Step:
 
     def _not_finite(self, what: str) -> NotFiniteError:
         """Which worker, which parameter. Every worker comes here, from the same summed values."""
-        worker, spans = self._culprit()
+        worker, spans, strange = self._culprit()
         where, positions = "", None
         if worker is not None:
             positions = self.span.start + spans[0].start, self.span.start + spans[-1].stop - 1
-            where = f" on worker {worker} (positions {positions[0]}–{positions[1]} of epoch {self.epoch + 1})"
+            order = self._loop.course, self._session.seed, self.epoch
+            where = f" on worker {worker} ({positions_in_words(*order, *positions)}"
+            if strange:
+                items = items_in_words(*order, [self.span.start + place for place in strange])
+                where += f"; values that are not finite came with {items}"
+            where += ")"
         return NotFiniteError(
             f"{what} in step {self.number + 1}{where}; {self._first_not_finite()}. "
             "Lower the learning rate, set clip=, or look for bad values in these samples",
@@ -655,11 +673,19 @@ class Step:
             positions=positions,
         )
 
-    def _culprit(self) -> tuple[int | None, Sequence[Span]]:
-        """The first worker whose loss is not finite, and what it computes; None if there is none."""
+    def _culprit(self) -> tuple[int | None, Sequence[Span], list[int]]:
+        """The first worker whose loss is not finite (None if there is none), what it computes, its strange samples."""
         own = self._own_loss
-        culprits = [rank for rank, finite in enumerate(self._session.gather(own - own == 0.0)) if not finite]
-        return (culprits[0], self._loop.spans(self.samples, culprits[0])) if culprits else (None, ())
+        told = self._session.gather(None if own - own == 0.0 else self._strange_samples())
+        culprit = next((rank for rank, strange in enumerate(told) if strange is not None), None)
+        return (None, (), []) if culprit is None else (culprit, self._loop.spans(self.samples, culprit), told[culprit])
+
+    def _strange_samples(self) -> list[int]:
+        """Places in the step of this worker's samples that came with values that are not finite."""
+        found: set[int] = set()
+        for spans, batch in self._batches or ():
+            found.update(spans[0].start + row for row in _strange_rows(batch, sum(span.samples for span in spans)))
+        return sorted(found)
 
     def _first_not_finite(self) -> str:
         trained = self._session.all_params()
@@ -714,3 +740,15 @@ class Step:
         if self.span.stop == self._loop.course.size:
             session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         return update
+
+
+def _strange_rows(batch: Any, samples: int) -> set[int]:
+    """Which of so many samples have something that is not finite in a batch."""
+    found: set[int] = set()
+    for leaf in leaves(batch):
+        plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+        if plain and leaf.is_floating_point() and leaf.dim() and len(leaf) == samples:
+            rows = (~torch.isfinite(leaf.detach().reshape(samples, -1)).all(1)).nonzero().flatten().tolist()
+            if len(rows) < samples or samples == 1:  # what all have is meant, as in a mask that is added to scores
+                found.update(rows)
+    return found

@@ -19,7 +19,6 @@ from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
 from shoal.core.events import Callback, WorkerSeen
-from shoal.core.permutation import Permutation
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
@@ -73,7 +72,7 @@ from shoal.trainer.start import (
     is_main_process,
     is_spmd,
 )
-from shoal.trainer.step import order_key
+from shoal.trainer.step import items_in_words
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
@@ -481,10 +480,9 @@ class Trainer(Configured):
             return
         course = Course(check_data(self.recipe.data, "data", self.recipe.collate), self.recipe.batch_size)
         first, last = error.positions
-        order = Permutation(course.size, order_key(self.seed, error.step // course.steps_per_epoch))
-        items = order.span(first, last + 1).tolist()
-        shown = ", ".join(f"data[{item}]" for item in items[:20]) + (" …" if len(items) > 20 else "")
-        error.add_note(f"\n  these samples are {shown}")
+        epoch = error.step // course.steps_per_epoch
+        items = items_in_words(course, self.seed, epoch, range(first, last + 1), most=20)
+        error.add_note(f"\n  these samples are {items}")
 
     def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float) -> Result:
         first, told = values[0], [value["seen"] for value in values]
