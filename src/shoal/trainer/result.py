@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.trainer.history import History
+
 
 @dataclass(frozen=True)
 class Result:
@@ -30,3 +32,5 @@ class Result:
     """Mean over workers of the seconds in compute, exchange, data, eval, checkpoint, and idle (the rest)."""
     stopped: str | None = None
     """Why the run ended before its time, if a callback's decision ended it."""
+    history: History = field(default_factory=History, repr=False, compare=False)
+    """The learning curve: loss, rates, logs and evaluations by step."""

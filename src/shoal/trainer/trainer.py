@@ -25,6 +25,7 @@ from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
 from shoal.monitor.wording import counted
+from shoal.store.home import store_url
 from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
@@ -47,6 +48,7 @@ from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
+from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
@@ -296,11 +298,14 @@ class Trainer(Configured):
 
     def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
-        watch, before = Watch(self.callbacks), self._resume_read
+        history, before = History(), self._resume_read
+        watch = Watch((*self.callbacks, history))
         try:
             loaded, folder = self._find_resumed(watch, "starting from the beginning")
             self._check_resumed(loaded, watch)
             with _Folder(self, loaded, folder, watch) as place, watch.running(place.identity()):
+                if place.continued:
+                    history.goes_on(place.run_id, settings.current().store or store_url())
                 start = Start(
                     seed=self.seed,
                     deterministic=self.deterministic,
@@ -318,7 +323,7 @@ class Trainer(Configured):
                 values = self._train(start, watch, signals)
                 for value in values:
                     watch.saw(msgspec.convert(value["seen"], WorkerSeen))
-                return self._finish(values, watch, time.monotonic() - begun)
+                return self._finish(values, watch, time.monotonic() - begun, history)
         except BaseException:
             self._resume_read = before
             raise
@@ -484,7 +489,7 @@ class Trainer(Configured):
         items = items_in_words(course, self.seed, epoch, range(first, last + 1), most=20)
         error.add_note(f"\n  these samples are {items}")
 
-    def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float) -> Result:
+    def _finish(self, values: list[dict[str, Any]], watch: Watch, wall: float, history: History) -> Result:
         first, told = values[0], [value["seen"] for value in values]
         run_id, run_dir = first["run"]  # worker 0's: where the script runs once per worker, others have made up theirs
         course = Course(check_data(self.recipe.data, "data", self.recipe.collate), self.recipe.batch_size)
@@ -501,6 +506,7 @@ class Trainer(Configured):
             bytes_sent=sum(flow["bytes"] for seen in told for flow in seen["traffic"]["flows"]),
             seconds={key: sum(seen["seconds"][key] for seen in told) / len(told) for key in told[0]["seconds"]},
             stopped=watch.stop.reason if watch.stop is not None and first["stopping"] == STOPPED else first["stopping"],
+            history=history,
         )
 
     def _stopped_by_signal(self, reason: str, result: Result) -> Preempted | Interrupted:
