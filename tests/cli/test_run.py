@@ -13,8 +13,12 @@ import textwrap
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from shoal.cli import run
+from shoal.core import spec
 
 SCRIPT = """
 import sys
@@ -310,3 +314,9 @@ def test_a_home_that_cannot_be_written_is_said_once_and_the_run_goes_on(folder: 
     assert done.stderr.count("This run is not recorded") == 1, done.stderr
     assert (folder / "run" / "report.html").exists()
     assert "shoal show" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", spec.KINDS)
+def test_the_help_of_a_flag_names_every_word_that_it_takes(kind: str) -> None:
+    (option,) = get_type_hints(run.run, include_extras=True)[kind].__metadata__
+    assert [cls.name for cls in spec.KINDS[kind] if cls.name not in option.help] == []

@@ -83,7 +83,9 @@ def run(
     restarts: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Restarts from the last checkpoint if all workers are lost.", rich_help_panel=_TRAINING
+            min=0,
+            help="Restarts from the last checkpoint if all workers, or the servers, are lost.",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     batch_size: Annotated[
@@ -96,7 +98,12 @@ def run(
     layout: Annotated[
         str | None, typer.Option(help="How a replica is spread: single.", rich_help_panel=_TRAINING)
     ] = None,
-    sync: Annotated[str | None, typer.Option(help="How workers agree: allreduce.", rich_help_panel=_TRAINING)] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            help="How workers agree: allreduce, server, or server:mode=ssp,staleness=4.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -133,7 +140,10 @@ def run(
         int | None, typer.Option(min=1, help="Steps between evaluations.", rich_help_panel=_TRAINING)
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Where workers start: local, local:start=script.", rich_help_panel=_TRAINING)
+        str | None,
+        typer.Option(
+            help="Where workers start: local, local:start=script, or local:lab=NAME.", rich_help_panel=_TRAINING
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", rich_help_panel=_RUN)] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run.", rich_help_panel=_RUN)] = None,

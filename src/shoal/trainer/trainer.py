@@ -101,7 +101,7 @@ class Trainer(Configured):
     workers: None is one per core. min_workers, max_workers: between these, workers may die, leave and join while the
         run goes on (docs/elastic.md); below the least it waits. Without them the run has exactly its workers, and
         ends with an error if one of them dies. restarts: how often it may start again from its last checkpoint if all
-        workers are lost (3, where members may change). faults: a `shoal.testing.FaultPlan`, for tests.
+        workers are lost (3, where members may change or there are servers). faults: a `shoal.testing.FaultPlan`.
     sync: how workers agree: "allreduce", or "server", where server processes hold the parameters and apply the
         optimizer: "server:mode=bsp", "server:mode=ssp,staleness=4,servers=2", "server:mode=async" (docs/server.md).
     layout, precision, engine: this version has "single", "fp32", "local".
