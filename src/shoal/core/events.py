@@ -52,6 +52,7 @@ class StepDone(Event, frozen=True, tag=True, kw_only=True):
     loss: float
     samples: int
     rates: list[float]
+    """Learning rates of the optimizers' groups that it was applied with."""
     norm: float | None = None
     logs: dict[str, float] = {}
     traffic: Traffic | None = None

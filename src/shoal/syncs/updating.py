@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     finally:
         for group in groups:
             group["fused"] = None
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of its groups now; NaN for one that has none."""
+    return [float(group.get("lr", nan)) for group in optimizer.param_groups]
 
 
 def _is_open(group: dict[str, Any], state: dict[Tensor, Any]) -> bool:

@@ -37,6 +37,7 @@ from shoal.data.parcel import from_bytes, to_bytes
 from shoal.elastic.board import Phase, Place
 from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
+from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.configure import spelt
@@ -567,11 +568,10 @@ class Session:
         mine = {id(param) for _, param in trained}
         return trained + [(name, param) for name, param in self.named_params() if id(param) not in mine]
 
-    def rates(self) -> list[float]:
+    def rates(self, applied: Mapping[int, list[float]]) -> list[float]:
+        """Of all optimizers' groups: those that a step was `applied` with, and the present ones of others."""
         return [
-            float(group.get("lr", "nan"))
-            for trained in self._trained.values()
-            for group in trained.optimizer.param_groups
+            rate for key, trained in self._trained.items() for rate in applied.get(key) or rates_of(trained.optimizer)
         ]
 
     def before_change(self) -> None:

@@ -27,7 +27,7 @@ from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
-from shoal.syncs.updating import update
+from shoal.syncs.updating import rates_of, update
 from shoal.trainer.channel import REASONS
 from shoal.trainer.configure import spelt
 from shoal.trainer.device import moved
@@ -210,6 +210,8 @@ class Step:
         self._phases = 0
         self._update: Update | None = None
         self._committed = False
+        self._rates: dict[int, list[float]] = {}
+        """By optimizer: the learning rates that it was applied with."""
         self._broken = False
         self._rehearsal: Rehearsal | None = None
         self._told: list[float] | None = None
@@ -548,6 +550,8 @@ class Step:
         self._count_exchange()
         session.before_change()
         with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
+        # now: a schedule may be stepped before the step is told
+        self._rates[id(optimizer)] = rates_of(optimizer)
             update(optimizer)
         self._update = self._update._replace(norm=norm)
         return self._update
@@ -726,7 +730,7 @@ class Step:
                 epoch=self.epoch,
                 loss=update.loss,
                 samples=self.samples,
-                rates=session.rates(),
+                rates=session.rates(self._rates),
                 norm=update.norm,
                 logs=update.logs,
                 traffic=session.step_traffic(),

@@ -575,6 +575,33 @@ def test_a_mirror_that_hears_late_of_the_end_of_a_step_steps_at_the_rates_of_its
     assert torch.equal(holder.weights, mirror.weights)
 
 
+def test_the_rates_of_a_step_of_arrivals_are_those_that_its_pushes_were_applied_with() -> None:
+    """Also of a push that came before the end of the step before, and if an evaluation lowers the rate at its end."""
+    setup = make_setup(
+        apply="arrival",
+        make_schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+    )
+    holding = hold(setup, 0)
+
+    def arrive(lease: Lease, rate: float) -> None:
+        holding.arrive(lease, part(setup, gradient(setup, lease), 0), ALL, 1.0, rate)
+
+    told = []
+    for step, metric in enumerate([1.0, 2.0, None]):
+        if step != 2:
+            arrive(Lease(step, 0, 2), 0.25)
+        if step == 1:
+            arrive(Lease(2, 0, 2), 0.25)
+        arrive(Lease(step, 2, 8), 0.75)
+        copied = hold(setup, 0)
+        copied.load(from_bytes(to_bytes(holding.state())))
+        for one in (holding, copied):
+            one.apply(order(step, metric=metric))
+        assert copied.rates == holding.rates
+        told.append(holding.rates[0])
+    assert told == pytest.approx([0.01, 0.01, 0.01 * 0.25 + 0.005 * 0.75])
+
+
 def test_a_step_of_arrivals_needs_all_its_atoms() -> None:
     setup = make_setup(apply="arrival")
     holding = hold(setup, 0)

@@ -49,6 +49,8 @@ class _Open:
     """Where it is summed, by step; None with `apply=arrival`."""
     ranges: set[tuple[int, int]] = field(default_factory=set)
     closed: bool = False
+    rates: list[float] = field(default_factory=list)
+    """With `apply=arrival`: the learning rates of all that was applied, added up."""
     lent: list[tuple[Tensor, float]] = field(default_factory=list)
     """All gradients so far, where their workers left them, and what each is multiplied with; then `total` is empty."""
 
@@ -209,7 +211,7 @@ class Holding:
         if order.metric is not None:
             # first: in one process it is told right after the evaluation
             self._stepper.evaluated(order.metric)
-        self.rates = self._stepper.rates()
+        self.rates = opened.rates if self._arrival else self._stepper.rates()
         if opened.lent and not self._shares:
             self._stepper.step_lent(opened.lent, opened.used, order.scale)
         elif opened.total is not None:
@@ -249,7 +251,7 @@ class Holding:
             gradient, scale = into, 1.0
         rates = [usual * rate for usual in self._stepper.rates()]
         self._stepper.step(gradient, used, scale, rates=rates)
-        self._count(lease, used)
+        self._count(lease, used, rates)
         return Record(lease.step, [(lease.start, lease.stop)], used, rates)
 
     def replay(self, record: Record, gradient: Tensor) -> None:
@@ -263,7 +265,7 @@ class Holding:
         if not self.has(lease):
             self.check(lease, gradient, record.used)
             self._stepper.step(gradient, record.used, rates=record.rates)
-            self._count(lease, record.used)
+            self._count(lease, record.used, record.rates)
 
     def restore(self, record: Record, total: Tensor) -> None:
         """What a journal or the holder has of this shard: `give` or `replay`, whichever the run does."""
@@ -272,9 +274,10 @@ class Holding:
         else:
             self.give(record, total)
 
-    def _count(self, lease: Lease, used: bytes) -> None:
+    def _count(self, lease: Lease, used: bytes, rates: list[float]) -> None:
         opened = self._open.setdefault(lease.step, _Open(bytes(len(used))))
         opened.add(lease, used)
+        opened.rates = [a + b for a, b in zip(opened.rates, rates, strict=True)] if opened.rates else rates
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -295,6 +298,7 @@ class Holding:
                     "ranges": [list(one) for one in sorted(opened.ranges)],
                     "used": opened.used,
                     "closed": opened.closed,
+                    "rates": opened.rates,
                     "total": None if opened.total is None else self.sum_of(step).clone(),
                 }
                 for step, opened in carried
@@ -314,7 +318,7 @@ class Holding:
         for one in state["open"]:
             ranges = {(start, stop) for start, stop in one["ranges"]}
             total = None if one["total"] is None else one["total"].clone()
-            self._open[one["step"]] = _Open(one["used"], total, ranges, one["closed"])
+            self._open[one["step"]] = _Open(one["used"], total, ranges, one["closed"], list(one["rates"]))
         self._kept = {}
         for kept in state["kept"]:
             names = ("weights", "optimizer", "schedule")

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.syncs.server import optimizers
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.used import is_used
-from shoal.syncs.updating import update
+from shoal.syncs.updating import rates_of, update
 
 _CHUNK = 1 << 16
 """Elements whose squares are summed at once in double precision: they stay in the cache."""
@@ -151,8 +151,7 @@ class Stepper:
     # -- schedule ------------------------------------------------------------------------------------------------------
 
     def rates(self) -> list[float]:
-        """The learning rates of the optimizer's groups now; NaN for one that has none."""
-        return [float(group.get("lr", math.nan)) for group in self._optimizer.param_groups]
+        return rates_of(self._optimizer)
 
     def evaluated(self, metric: float) -> None:
         """For a schedule that goes by evaluations: there was one since the last step."""
