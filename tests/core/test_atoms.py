@@ -16,7 +16,9 @@ from shoal.core.atoms import (
     atom_count,
     cut,
     forwards,
+    samples_of,
     share,
+    share_atoms,
     tree_nodes,
     tree_sum,
 )
@@ -209,3 +211,25 @@ def test_the_last_forward_has_enough_samples_where_there_are_enough() -> None:
     assert [len(group) for group in forwards(ones, 1, alone=False, least=2)] == [1] * 7
     assert [len(group) for group in forwards(ones, 6, alone=True, least=2)] == [1] * 7
     assert [len(group) for group in forwards(ones[:1], 6, alone=False, least=2)] == [1]
+
+
+@given(samples=st.integers(1, 200), members=st.integers(1, 30))
+def test_who_computes_any_atom_has_enough_samples(samples: int, members: int) -> None:
+    atoms = cut(samples)
+    assert share_atoms(atoms, members) == share(len(atoms), members)
+    dealt = share_atoms(atoms, members, 2)
+    assert len(dealt) == members
+    assert [number for part in dealt for number in part] == list(range(len(atoms)))
+    assert samples == 1 or all(samples_of([atoms[number] for number in part]) >= 2 for part in dealt if part)
+
+
+@given(atoms=slices, limit=st.none() | st.integers(2, 60))
+def test_no_forward_has_too_few_samples(atoms: list[Span], limit: int | None) -> None:
+    groups = forwards(atoms, limit, alone=False, least=2)
+    totals = [samples_of(group) for group in groups]
+    assert len(groups) < 2 or min(totals) >= 2
+    assert limit is None or max(totals, default=0) <= limit + 1
+    spans = [span for group in groups for span in group]
+    assert [at for span in spans for at in range(span.start, span.stop)] == [
+        at for atom in atoms for at in range(atom.start, atom.stop)
+    ]

@@ -93,11 +93,26 @@ def share(count: int, members: int) -> list[range]:
     return [range(edges[number], edges[number + 1]) for number in range(members)]
 
 
+def share_atoms(atoms: Sequence[Span], members: int, least: int = 1) -> list[range]:
+    """The atoms of a step, dealt to `members` as `share` does it; to the first few alone where others would have some,
+    but less than `least` samples."""
+    for count in range(members, 0, -1):
+        dealt = share(len(atoms), count)
+        if least == 1 or all(samples_of(atoms[part.start : part.stop]) >= least for part in dealt if part):
+            break
+    return dealt + [range(len(atoms), len(atoms))] * (members - count)
+
+
+def samples_of(spans: Sequence[Span]) -> int:
+    return sum(span.samples for span in spans)
+
+
 def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool, least: int = 1) -> list[list[Span]]:
     """Group a worker's adjacent atoms into forwards of at most `limit` samples; `alone` keeps atoms apart.
 
-    An atom larger than the limit is cut into parts that keep its number. If the last forward has less than `least`
-    samples, atoms of the one before are moved to it.
+    An atom larger than the limit is cut into parts that keep its number. A forward that would have less than `least`
+    samples gets atoms of the one before, or joins it if that has none to spare: then it is beyond the limit by less
+    than `least`.
     """
     groups: list[list[Span]] = []
     room = 0
@@ -111,9 +126,19 @@ def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool, least: in
                 groups.append([part])
                 room = limit if limit is not None else 0
             room -= part.samples
-    if len(groups) > 1 and not alone:
-        while sum(part.samples for part in groups[-1]) < least and len(groups[-2]) > 1:
-            groups[-1].insert(0, groups[-2].pop())
+    return groups if alone or least == 1 or (limit or least) < least else _filled(groups, least)
+
+
+def _filled(groups: list[list[Span]], least: int) -> list[list[Span]]:
+    """No forward has less than `least` samples, unless it is the only one."""
+    for place in range(len(groups) - 1, 0, -1):
+        here, before = groups[place], groups[place - 1]
+        while samples_of(here) < least <= samples_of(before[:-1]):
+            here.insert(0, before.pop())
+        if samples_of(here) < least:
+            before += groups.pop(place)
+    if len(groups) > 1 and samples_of(groups[0]) < least:
+        groups[0] += groups.pop(1)
     return groups
 
 

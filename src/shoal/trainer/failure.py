@@ -127,7 +127,7 @@ def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | 
         return f"in the evaluation after step {session.step}, ", session.step, None
     at = session.where
     atoms = cut(at.samples)
-    mine = session.share_of(len(atoms))
+    mine = session.share_of(atoms)
     if mine.start == mine.stop:
         return f"in step {at.step + 1} (it has no samples of this batch), ", at.step, None
     positions = at.start + atoms[mine.start].start, at.start + atoms[mine.stop - 1].stop - 1

@@ -21,6 +21,7 @@ from shoal.trainer.metrics import Metric
 from shoal.trainer.replan import new_length
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
+from shoal.trainer.together import samples_together
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Recipe:
     """What was seen before the start, and would not be as in one process."""
     buffers: Mapping[str, str] | None = None
     """How buffers are merged, by name."""
+    most_workers: int = 1
+    """As many as there may ever be."""
 
     def eval_batch(self, workers: int) -> int:
         return self.micro_batch or max(1, -(-self.batch_size // workers))
@@ -125,6 +128,8 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     session.track(**{name: part for name, part in parts.items() if part is not None})
     session.overlap_backward()
     session.compares_untrained = recipe.after_step is not None
+    session.together = samples_together(session, model, recipe, start=max(0, session.resumed_step))
+    session.most_workers = recipe.most_workers
     if schedule is not None:
         words = new_length(schedule, made, schedule.state_dict(), record.planned, recipe.total_steps)
         if words is not None:

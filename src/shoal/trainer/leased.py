@@ -105,8 +105,8 @@ class LeasedSession(Session):
     def alone(self) -> bool:
         return False  # leases cut steps as they will
 
-    def share_of(self, atoms: int) -> range:
-        return range(atoms) if self.lease is None else range(self.lease.start, self.lease.stop)
+    def share_of(self, atoms: Sequence[Span]) -> range:
+        return range(len(atoms)) if self.lease is None else range(self.lease.start, self.lease.stop)
 
     def at(self, step: StepSpan | None) -> None:
         """Which step it is in, for messages."""

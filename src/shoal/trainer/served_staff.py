@@ -25,6 +25,8 @@ from shoal.trainer.clerk import Clerk, Facts
 from shoal.trainer.elastic_events import change_in_words, how_it_ended
 from shoal.trainer.failure import as_error, ended_error
 from shoal.trainer.fit import first_words
+from shoal.trainer.idle import idle_words
+from shoal.trainer.leased import least_samples
 from shoal.trainer.messages import Departed, Failed, Happened, Returned
 from shoal.trainer.served_desk import Desk
 from shoal.trainer.served_saving import resumed
@@ -103,6 +105,8 @@ class Staff:
         )
         self._saving = saving
         self._idle_codec = setup.codec.name if len(setup.memory) == 1 else "none"
+        most, least = served.recipe.most_workers, least_samples(served.model)
+        self._idle = idle_words(setup.course, served.workers, most, least)
         self._desk = start.run_id, start.run_dir
         self._workers: set[int] = set()
         self._servers: set[int] = set()
@@ -157,7 +161,7 @@ class Staff:
             self._start_worker(seat)
         self._clerk.begin(time.monotonic())
         words = first_words(served.model, served.recipe, workers=served.workers, deterministic=False)
-        for text in (*words, *served.recipe.doubts):
+        for text in filter(None, (*words, self._idle, *served.recipe.doubts)):
             self._tell(Notice(step=self._clerk.version, text=text))
         if self._idle_codec not in ("none", "auto"):
             text = f"codec={self._idle_codec!r} is for what travels between hosts; here all share the memory of one"

@@ -35,6 +35,7 @@ from shoal.trainer.session import TELL_SECONDS
 from shoal.trainer.start import LOOPBACK as LOOPBACK_ADDRESS
 from shoal.trainer.start import Start, deterministic_algorithms
 from shoal.trainer.tables import Embeddings
+from shoal.trainer.together import samples_together
 from shoal.wire.link import Link, LinkClosed
 
 _decode = msgspec.msgpack.Decoder(Placement | Work | Evaluate | Depart).decode
@@ -196,6 +197,8 @@ class _Worker:
         if setup.tables:
             session.tables = Embeddings(task.model, setup, client.tables)
         leases = self._leases = Leases(session, client, task.model, task.recipe, setup, task.workers)
+        if self._seat == 0 and session.tables is None:
+            samples_together(session, task.model, task.recipe, start=setup.version, least=leases.loop.least)
         if self._placement is not None:
             client.place(self._placement)
         self._link.send(encode(Ready(os.getpid())))

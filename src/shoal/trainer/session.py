@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
-from shoal.core.atoms import Course, StepSpan, share
+from shoal.core.atoms import Course, Span, StepSpan, share_atoms
 from shoal.core.errors import CheckpointMismatch, ConfigError
 from shoal.core.events import Notice, WorkerSeen
 from shoal.core.spec import AnyCodec, NoCodec
@@ -41,6 +41,7 @@ from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.configure import spelt
+from shoal.trainer.idle import idle_words
 from shoal.trainer.inspection import Inspection
 from shoal.trainer.keyed import Keyed
 from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
@@ -52,6 +53,7 @@ from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
+from shoal.trainer.together import likely_together
 from shoal.trainer.trained import Trained, make_trained, take_up
 from shoal.trainer.usage import Times
 
@@ -128,6 +130,7 @@ class Session:
         self._running: Loop | None = None
         self._origin = 0
         self._settled_told = False
+        self._said_idle = ""
         self._saving = saving or Saving(channel)
         self._loaded = loaded
         self._spare_cores = spare_cores
@@ -136,6 +139,12 @@ class Session:
         self._trained: dict[int, Trained] = {}
         self._untrained: list[nn.Parameter] | None = None
         self._overlap = False
+        self.together: int | None = None
+        """Samples that must be computed together; None if that is not known."""
+        self._least = 1
+        """Samples that a worker computes at least, if any. In deterministic runs each atom is computed alone."""
+        self.most_workers = 0
+        """As many as there may ever be, where members change."""
         self.inspection = Inspection(self)
         self.compares_untrained = False
         """Whether parameters that no optimizer trains are compared between workers, too: something changes them."""
@@ -199,6 +208,7 @@ class Session:
         self.buffers.use(buffers)
         course = self.course = Course(check_data(data, "data", collate), batch_size)
         total = steps if steps is not None else (1 if epochs is None else epochs) * course.steps_per_epoch
+        self._least = 1 if self.deterministic else self.together or likely_together(self._replica.modules())
         start = self._enter_loop(course)
         if start is None or self.stopping is not None:
             return
@@ -220,7 +230,9 @@ class Session:
             return
         fetcher = Fetcher(data, collate)
         loader = self.loader({"data": fetcher}, data_workers)
-        loop = self._running = Loop(self, course, fetcher, loader, limit=micro_batch, start=start, total=total)
+        loop = self._running = Loop(
+            self, course, fetcher, loader, limit=micro_batch, start=start, total=total, least=self._least
+        )
         self.proof.begin(start, course, older=self._older)
         self.keyed.know(self._replica.modules())
         drawing = self.keyed.within()
@@ -304,9 +316,9 @@ class Session:
         """The step under way, for messages."""
         return self._at
 
-    def share_of(self, atoms: int) -> range:
-        """Which of a step's so many atoms this worker computes, for messages."""
-        return share(atoms, self.workers)[self.rank]
+    def share_of(self, atoms: Sequence[Span]) -> range:
+        """Which of a step's atoms this worker computes, for messages."""
+        return share_atoms(atoms, self.workers, self._least)[self.rank]
 
     @property
     def epoch_loss(self) -> float:
@@ -501,7 +513,7 @@ class Session:
                 "where there is one"
             )
         self.inspection.begin()
-        course = self.seed, self.deterministic, self.course, total
+        course = self.seed, self.deterministic, self.course, total, self._least
         standing.begin(self, repr((course, self._replica.signature())))
         return self.step
 
@@ -594,11 +606,15 @@ class Session:
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
-    def rehearsal(self, fetch: Fetch, *, at: tuple[int, int], first: int, samples: int) -> Rehearsal:
-        """An examination of samples of step and phase `at`, from the one at `first` on."""
+    def rehearsal(
+        self, fetch: Fetch, *, at: tuple[int, int], first: int, samples: int, norms: bool = False
+    ) -> Rehearsal:
+        """An examination of samples of step and phase `at`, from the one at `first` on; `norms`: with BatchNorm."""
         modules, keying = self._replica.modules(), self.keyed.keying
         seed = self.seed, *at
-        return Rehearsal(modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap)
+        return Rehearsal(
+            modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap, norms=norms
+        )
 
     @property
     def alone(self) -> bool:
@@ -687,6 +703,10 @@ class Session:
         self.channel.emit(
             run_started(self.step, run_id, run_dir, self.workers, course, total, self._replica.modules(), optimizers)
         )
+        text = idle_words(course, self.workers, max(self.workers, self.most_workers), self._least)
+        if text and text != self._said_idle:
+            self._said_idle = text
+            self.channel.emit(Notice(step=self.step, text=text))
 
     @property
     def number(self) -> int:

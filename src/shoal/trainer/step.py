@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, share
+from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, samples_of, share_atoms
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import EpochDone, Notice, StepDone
 from shoal.core.keys import derive
@@ -93,18 +93,19 @@ class Loop:
         limit: int | None,
         start: int,
         total: int,
+        least: int = 1,
     ) -> None:
         self.session = session
         self.course = course
+        self.least = least
+        """Samples in one forward at least, where a step has enough."""
         self.fetcher = fetcher
         # Never more at once than in a full step: what fails over from others cannot run this worker out of memory.
         full = min(course.batch, course.size)
         largest_atom = max(atom.samples for atom in cut(full))
         self._given = limit
-        self.limit = limit or max(largest_atom, sum(span.samples for span in self.spans(full, session.rank)))
-        """Samples in one forward at most."""
-        self.least = 1
-        """And at least, where there are enough."""
+        self.limit = limit or max(largest_atom, samples_of(self.spans(full, session.rank)))
+        """And at most."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
         self._groups: dict[int, list[list[Span]]] = {}
@@ -115,12 +116,12 @@ class Loop:
     def spans(self, samples: int, rank: int) -> list[Span]:
         """The atoms that a worker computes of a step of so many samples, counted from the step's first one."""
         atoms = cut(samples)
-        return [atoms[number] for number in share(len(atoms), self.session.workers)[rank]]
+        return [atoms[number] for number in share_atoms(atoms, self.session.workers, self.least)[rank]]
 
     def own_samples(self, samples: int) -> int:
         """How many of a step's samples this worker computes."""
         if samples not in self._own:
-            self._own[samples] = sum(span.samples for span in self.spans(samples, self.session.rank))
+            self._own[samples] = samples_of(self.spans(samples, self.session.rank))
         return self._own[samples]
 
     def take(self, step: StepSpan) -> list[tuple[list[Span], Any]]:
@@ -209,9 +210,9 @@ class Step:
         self._complete = True
         self._phases = 0
         self._update: Update | None = None
-        self._committed = False
         self._rates: dict[int, list[float]] = {}
         """By optimizer: the learning rates that it was applied with."""
+        self._committed = False
         self._broken = False
         self._rehearsal: Rehearsal | None = None
         self._told: list[float] | None = None
@@ -290,7 +291,7 @@ class Step:
         place = 0
         while place < len(self._load()):
             self._spans, batch = self._load()[place]
-            self._count = sum(span.samples for span in self._spans)
+            self._count = samples_of(self._spans)
             self._last = place + 1 == len(self._load())
             if place == 0 and self._session.proof.due(self.number, again=self._may_look_again):
                 yield from self._rehearse(0, self._loop.rehearsed(self.span), counts=True)
@@ -549,9 +550,9 @@ class Step:
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
         self._count_exchange()
         session.before_change()
-        with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
         # now: a schedule may be stepped before the step is told
         self._rates[id(optimizer)] = rates_of(optimizer)
+        with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
             update(optimizer)
         self._update = self._update._replace(norm=norm)
         return self._update

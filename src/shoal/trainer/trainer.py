@@ -245,6 +245,7 @@ class Trainer(Configured):
             eval_every=eval_every,
             after_step=after_step,
             buffers=None if buffers is None else dict(buffers),
+            most_workers=self.workers if self.elasticity is None else self.elasticity.most,
         )
 
     @staticmethod

@@ -82,8 +82,13 @@ class Rehearsal:
         first: int,
         samples: int,
         catches: bool,
+        norms: bool = False,
     ) -> None:
-        """`seed` is that of the run, the step and its phase. `catches`: errors of the loss are told of by `fell`."""
+        """`seed` is that of the run, the step and its phase. `catches`: errors of the loss are told of by `fell`.
+
+        With `norms`, BatchNorm is in the mode that it is in. Else it does not train: it couples samples by design,
+        which is said elsewhere.
+        """
         self.finding: Finding | None = None
         self.left = ""
         """What has changed and could not be put back, if there was no fork."""
@@ -94,6 +99,7 @@ class Rehearsal:
         self._first = first
         self._samples = samples
         self._catches = catches
+        self._norms = norms
         self._pipe: int | None = None
         self._ask: Ask | None = None
         self._taken: Taken | None = None
@@ -180,10 +186,9 @@ class Rehearsal:
         return enter
 
     def _batches(self) -> Iterator[Any]:
-        for module in self._modules:
-            for part in module.modules():
-                if isinstance(part, _BatchNorm):
-                    part.training = False  # it couples samples by design, which is said elsewhere
+        for part in [part for module in self._modules for part in module.modules()]:
+            if isinstance(part, _BatchNorm) and not self._norms:
+                part.training = False
         examination: Examination = examine(self._samples, dict(self._keying.rules), self._suspected)
         answer: Taken | None = None
         while True:
