@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shoal.comm.codecs.memory import RESIDUAL
 from shoal.comm.codecs.sparse import MOMENTUM
 from shoal.comm.group import Group
-from shoal.core.spec import AnyCodec, Int8, NoCodec, TopK
+from shoal.core.spec import AnyCodec, Int8, NoCodec, OneBit, TopK
 from shoal.syncs.allreduce import Weighing
 from shoal.syncs.encoded import EncodedExchange
 from shoal.syncs.encoding import Encoding
@@ -164,6 +165,75 @@ def test_what_steps_weigh_changes_nothing(momentum: float) -> None:
     for step, logs in enumerate(zip(*found, *steady, strict=True)):
         for name in SHAPES:
             assert all(torch.equal(log[name], logs[0][name]) for log in logs), (step, name)
+
+
+# -- onebit ------------------------------------------------------------------------------------------------------------
+
+ONEBIT: list[dict[str, Any]] = [
+    *SETTINGS,
+    {"momentum": 0.9, "dampening": 0.5, "maximize": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 1.0},
+    {"momentum": 1.0},
+]
+
+
+@pytest.mark.parametrize("settings", ONEBIT, ids=str)
+def test_with_onebit_it_is_sgd_with_what_was_sent(settings: dict[str, Any]) -> None:
+    """What a step applies is its gradients, and what waited before it without what waits after it."""
+
+    def member(group: FakeGroup) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        one, waiting = Worker(group, OneBit(block=64), **settings), []
+        for step in range(8):
+            one.step(step)
+            rest = one.encoding.keyed(one.encoding.parts())[RESIDUAL]
+            waiting.append({name: value.clone() for name, value in rest.items()})
+        return one.weights(), waiting
+
+    found = run_members(2, member)
+    params = {name: nn.Parameter(drawn(999, 0, name)) for name in SHAPES}
+    optimizer = torch.optim.SGD(params.values(), **{"lr": 0.125, **settings})
+    before = {name: torch.zeros(SHAPES[name]) for name in LARGE}
+    for step in range(8):
+        for name, param in params.items():
+            param.grad = drawn(step, 0, name) + drawn(step, 1, name)
+        for name in LARGE:
+            after = found[0][1][step][name] + found[1][1][step][name]
+            params[name].grad += before[name] - after
+            before[name] = after
+        optimizer.step()
+    for name, param in params.items():
+        assert torch.equal(found[0][0][name], found[1][0][name])
+        moved = float((param.detach() - drawn(999, 0, name)).abs().max())
+        torch.testing.assert_close(found[0][0][name], param.detach(), rtol=0, atol=1e-5 * moved)
+
+
+def test_with_onebit_momentum_learns_as_with_int8() -> None:
+    """Momentum of decoded gradients would end with 1.26 times the loss."""
+    generator = torch.Generator().manual_seed(1)
+    centres = torch.randn(5, 12, generator=generator)
+    targets = torch.randint(0, 5, (1024,), generator=generator)
+    inputs = centres[targets] + 1.2 * torch.randn(1024, 12, generator=generator)
+
+    def member(group: FakeGroup, codec: AnyCodec) -> float:
+        torch.set_num_threads(1)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(12, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 5))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        exchange = EncodedExchange(group, Encoding(codec, optimizer, list(net.named_parameters())), judged=False)
+        order = torch.Generator().manual_seed(2)
+        for _ in range(80):
+            mine = torch.randint(0, 1024, (64,), generator=order)[group.rank * 32 :][:32]
+            exchange.open(1, 1, 1)
+            (nn.functional.cross_entropy(net(inputs[mine]), targets[mine]) / 2).backward()
+            exchange.finish(torch.zeros(0), torch.ones(1), None, torch.zeros(1, dtype=torch.float64))
+            with exchange.applying():
+                optimizer.step()
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(net(inputs), targets))
+
+    plain, encoded = (run_members(2, partial(member, codec=codec))[0] for codec in (Int8(), OneBit()))
+    assert encoded < 1.1 * plain
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,14 @@ from shoal.syncs.allreduce import Weighing
 from shoal.syncs.doubles import Riding, places
 from shoal.syncs.encoding import SQUARES, Encoding
 from shoal.syncs.leaving import WATCHED, Leaving, Params
-from shoal.syncs.momentum import add_decay, factors, left_to_workers
+from shoal.syncs.momentum import (
+    add_decay,
+    add_momentum,
+    factors,
+    leave_to_optimizer,
+    left_to_workers,
+    show_means,
+)
 from shoal.syncs.variance import Variance
 from shoal.syncs.worth import Worth
 
@@ -187,6 +194,8 @@ class EncodedExchange:
         if weighing is None:
             riding.finish(summed)
         self._sum_squares()
+        if self._group.size > 1:
+            show_means(self._encoding.optimizer, self._wanted, self._encoding.large, self._views)
         finished(self._flat.device)
         for (_, param), view in zip(self._params, [*self._views, *small], strict=True):
             param.grad = view if param.dtype == view.dtype else view.to(param.dtype)
@@ -358,6 +367,8 @@ class EncodedExchange:
             variance.mix(views, outer.size, part.first)
         else:
             add_decay(self._encoding.optimizer, self._wanted, part.params, views, outer.size)
+            if self._group.size > 1:
+                add_momentum(self._encoding.optimizer, self._wanted, part.params, views, outer.size)
 
     def _count_squares(self, variance: Variance, part: _Part) -> None:
         """Add this step's to those before it, unless these are used up in this step."""
@@ -402,6 +413,8 @@ class EncodedExchange:
         if scale != 1.0:
             encoding.memory.temper(scale, (RESIDUAL, MOMENTUM))
         if variance is None or not held:
+            if self._group.size > 1:
+                leave_to_optimizer(encoding.optimizer, self._wanted, encoding.large)
             with left_to_workers(encoding.optimizer, self._wanted, encoding.small):
                 yield
         else:
