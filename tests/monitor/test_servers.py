@@ -71,6 +71,9 @@ def test_on_one_host_letters_are_not_what_is_meant(engine: str | None, near: boo
     assert (row[6] == row[7] == MEMORY) == near
     (row,) = server_rows(ServersSeen(step=1, servers=[FAR]), near=True)
     assert row[6] == "7.0 MiB", "what is more than letters is told in any case"
+    gives = msgspec.structs.replace(NEAR, received=500 * NEAR.pushes, sent=1 << 30)
+    (row,) = server_rows(ServersSeen(step=1, servers=[gives]), near=True)
+    assert (row[6], row[7]) == (MEMORY, "1.0 GiB"), "as where gradients go to a copy when they arrive"
 
 
 def test_staleness_in_words() -> None:

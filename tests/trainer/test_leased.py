@@ -330,7 +330,16 @@ class PipedClient(FakeClient):
     """Has every version below 100 at once; for higher ones it waits for the link."""
 
     def __init__(
-        self, setup: Setup, seat: int, host: str, params: Any, *, fd: int, hear: Callable[[], None], on_wait: Any
+        self,
+        setup: Setup,
+        seat: int,
+        host: str,
+        params: Any,
+        *,
+        fd: int,
+        hear: Callable[[], None],
+        on_wait: Any,
+        account: Any,
     ) -> None:
         super().__init__(params)
         self._setup = setup

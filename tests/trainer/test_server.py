@@ -196,6 +196,36 @@ def test_events_tell_every_step_once_and_what_servers_did() -> None:
     assert last.staleness[0] == sum(last.staleness) > 0  # nothing is stale in bsp
 
 
+@pytest.mark.parametrize("apply", ["step", "arrival"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_account_has_every_gradient_and_all_weights_once(apply: str, servers: int) -> None:
+    """On one host: in shared memory. What servers were pushed is what workers gave them."""
+    seen: dict[int, Any] = {}
+    facts: list[Any] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, shoal.core.events.WorkerSeen):
+            seen[event.worker] = event.traffic
+        elif isinstance(event, shoal.core.events.ServersSeen):
+            facts[:] = event.servers
+
+    workers = servers
+    sync = f"server:servers={servers},apply={apply},durability={'none' if servers == 1 else 'peer'}"
+    trained(sync, workers=workers, callbacks=[note], epochs=None, steps=6)
+    size = sum(server.bytes for server in facts)
+    pushed = sum(server.bytes * server.pushes for server in facts)
+    moved = {(flow.kind, flow.link): 0 for traffic in seen.values() for flow in traffic.flows}
+    for traffic in seen.values():
+        for flow in traffic.flows:
+            moved[flow.kind, flow.link] += flow.bytes
+    assert moved["gradient", "memory"] == pushed
+    assert moved.keys() == {("gradient", "memory"), ("parameter", "memory"), ("control", "loopback")}
+    if workers == 1:
+        assert pushed == moved["parameter", "memory"] == 6 * size
+    if apply == "arrival" and servers == 2:  # every push travels once more, to the copy
+        assert pushed <= sum(server.sent for server in facts) < 2 * pushed
+
+
 @pytest.mark.parametrize(
     ("first", "second"), [("server", "allreduce"), ("allreduce", "server"), ("server", "server:servers=3")]
 )

@@ -92,7 +92,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Pushes of what had come before, which did not count again."""
     received: int = 0
     sent: int = 0
-    """Bytes over the network; what is on the same host goes through shared memory."""
+    """Bytes over sockets. On one host weights and gradients go through shared memory, but for weights that are
+    evaluated and, with `apply=arrival`, gradients on their way to a copy."""
     seconds: float = 0.0
     """Spent applying steps."""
     pid: int = 0

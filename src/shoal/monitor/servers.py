@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SERVER_TITLES = ("server", "shards", "weights", "copies", "pushes", "repeated", "received", "sent", "applying")
 MEMORY = "shared memory"
-"""Stands where no gradient or weight went over the network although there were pushes."""
+"""Stands where no gradient or weight went over sockets although there were pushes."""
 MOST_PLACES = 10
 """Of the histogram of staleness; the rest is added up in the last."""
 _LETTERS = 4096
@@ -52,8 +52,9 @@ def server_rows(seen: ServersSeen, *, near: bool) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     pushes = max((facts.pushes for facts in seen.servers), default=0) + 1
     for facts in sorted(seen.servers, key=lambda facts: facts.number):
+        moved = facts.received, facts.sent
+        far = [each > _LETTERS * pushes if near else any(moved) for each in moved]
         inside = MEMORY if facts.pushes or facts.mirrored else NOTHING
-        far = facts.received > _LETTERS * pushes if near else facts.received or facts.sent
         rows.append(
             (
                 str(facts.number),
@@ -62,8 +63,7 @@ def server_rows(seen: ServersSeen, *, near: bool) -> list[tuple[str, ...]]:
                 f"{facts.mirrored:,}",
                 f"{facts.pushes:,}",
                 f"{facts.repeated:,}",
-                size(facts.received) if far else inside,
-                size(facts.sent) if far else inside,
+                *(size(each) if told else inside for each, told in zip(moved, far, strict=True)),
                 span(facts.seconds),
             )
         )

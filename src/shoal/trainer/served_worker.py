@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from shoal.core.errors import ShoalError
-from shoal.core.traffic import GRADIENT, LOOPBACK, NETWORK
 from shoal.data.parcel import seal, unseal
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
@@ -32,7 +31,6 @@ from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases, Servers
 from shoal.trainer.logs import begin_log, log_failure
 from shoal.trainer.session import TELL_SECONDS
-from shoal.trainer.start import LOOPBACK as LOOPBACK_ADDRESS
 from shoal.trainer.start import Start, deterministic_algorithms
 from shoal.trainer.tables import Embeddings
 from shoal.trainer.together import samples_together
@@ -192,6 +190,7 @@ class _Worker:
             fd=self._link.fileno(),
             hear=self._hear,
             on_wait=self._channel.urge,
+            account=session.group.account,
         )
         self._client = client
         if setup.tables:
@@ -242,9 +241,6 @@ class _Worker:
             leases.put(unseal(bytes(buffers[0]), buffers[1:]))
         self._fault("compute", lease.step)
         outcome = leases.compute(lease, read, before_push=lambda: self._fault("exchange", lease.step))
-        if outcome.sent:
-            link = LOOPBACK if self._host == LOOPBACK_ADDRESS else NETWORK
-            session.group.account.sent(GRADIENT, link, outcome.sent, 1, self._setup.codec.name)
         self._send(
             Done(
                 lease=lease,

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.spec import AnyCodec, Int8, NoCodec, Server
+from shoal.core.traffic import GRADIENT, LINKS, LOOPBACK, MEMORY, NETWORK
 from shoal.syncs.leaving import WATCHED
 from shoal.syncs.server import lines, pushcodec
 from shoal.syncs.server.client import Client
@@ -299,6 +300,15 @@ def test_gradients_count_on_all_shards(run: Run) -> None:
     assert (run.client.sent > 4 * run.setup.cut.size) == (
         THERE in run.hosts.values() and HERE not in run.hosts.values()
     )
+    sizes = {server.number: 0 for server in run.servers}
+    for shard, holder in enumerate(run.placement.holders):
+        sizes[holder.server] += run.setup.cut.shards[shard].stop - run.setup.cut.shards[shard].start
+    near = sum(size for number, size in sizes.items() if run.hosts[number] == HERE)
+    flows = {link: 0 for link in LINKS}
+    for flow in run.client.account.now().flows:
+        flows[flow.link] += flow.bytes if flow.kind == GRADIENT else 0
+    far = sum(len(data) for server in run.servers for _, data in server.parts)
+    assert flows == {MEMORY: 4 * near, LOOPBACK: 0, NETWORK: far}
 
 
 def test_parts_leave_during_the_last_backward(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from shoal.monitor.wording import percent
 
 NOTE = (
     "Since the last start; what a server counted before it died is lost. Copies are of shards that others hold. "
-    "Received and sent is what went over the network."
+    "Received and sent is what went over sockets."
 )
 
 

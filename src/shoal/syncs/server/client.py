@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.account import Account
 from shoal.core.errors import ShoalError
+from shoal.core.traffic import GRADIENT, MEMORY, PARAMETER
 from shoal.syncs.server.frames import as_frame
 from shoal.syncs.server.lines import Lines
 from shoal.syncs.server.messages import (
@@ -96,12 +98,15 @@ class Client:
         hear: Callable[[], None],
         on_wait: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        account: Account | None = None,
     ) -> None:
         """`fd` is the descriptor of the control link and `hear` handles what came there, whatever is waited for.
 
-        It may call `place`, and raise to leave. `on_wait` is told once of each wait that takes long.
+        It may call `place`, and raise to leave. `on_wait` is told once of each wait that takes long. `account` gets
+        what leaves, and what goes through shared memory either way.
         """
         self._setup, self._seat = setup, seat
+        self.account = account or Account()
         self._memory = setup.memory.get(host)
         self._shards = range(len(setup.cut.shards))
         self._lines = Lines(setup, seat, host, fd=fd, hear=hear, on_wait=on_wait, clock=clock, keeper=self)
@@ -124,7 +129,7 @@ class Client:
         """For each slot, by shard: the server that may still read it, and what for."""
         self._private: Tensor | None = None
         self.sent = 0
-        """Bytes that were sent over the network so far."""
+        """Bytes that were sent over sockets so far."""
 
     # -- who holds what ------------------------------------------------------------------------------------------------
 
@@ -280,7 +285,10 @@ class Client:
             self._copying.frame(shard, frame)
             return version
         holder = self._lines.holder(shard)
+        before = self._copying.copied
         found = self._copying.near(shard, holder) if self._lines.near(holder) else -1
+        if self._copying.copied > before:
+            self.account.sent(PARAMETER, MEMORY, self._copying.copied - before, 1)
         if found is None or found >= self._least(pulling, shard):
             return found
         # another server has it now, and is not here, or not so far yet
@@ -418,6 +426,8 @@ class Client:
         for shard in took.shards:
             if shard in self._shards and shard not in pushing.took:
                 pushing.took.add(shard)
+                if self._by_slot(pushing, self._lines.holder(shard)):
+                    self.account.sent(GRADIENT, MEMORY, self._copying.size(shard), 1)
                 if any(number in pushing.payloads for number in self._of_shard[shard]):
                     self.codec.commit(shard)
 

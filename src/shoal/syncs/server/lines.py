@@ -12,8 +12,22 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
+from shoal.comm.account import Account
 from shoal.core.errors import ShoalError
-from shoal.syncs.server.messages import Letter, Placement, Refused, Rows, Said, Took, Weights, decode_letter, encode
+from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, NETWORK
+from shoal.syncs.server.messages import (
+    Letter,
+    Part,
+    Placement,
+    Refused,
+    Rows,
+    Said,
+    Took,
+    Touched,
+    Weights,
+    decode_letter,
+    encode,
+)
 from shoal.syncs.server.post import Line
 from shoal.syncs.server.tables import held_bytes
 
@@ -36,6 +50,7 @@ class Keeper(Protocol):
 
     sent: int
     """Bytes so far."""
+    account: Account
 
     def answered(self, server: int, body: Took | Weights | Rows, frames: list[memoryview]) -> None:
         """This has come."""
@@ -136,8 +151,19 @@ class Lines:
             self._terms[server] = self.placement.term
         letter = encode(Letter(self._setup.run, self.placement.term, f"worker-{self._seat}", body))
         line.send(letter, frames)
-        self._keeper.sent += len(letter) + sum(len(frame) for frame in frames)
+        self._count(server, body, len(letter), frames)
         return True
+
+    def _count(self, server: int, body: Said, letter: int, frames: Sequence[memoryview]) -> None:
+        assert self.placement is not None
+        link = LOOPBACK if self.placement.hosts.get(server) == self._host else NETWORK
+        size = sum(frame.nbytes for frame in frames)
+        self._keeper.sent += letter + size
+        self._keeper.account.sent(CONTROL, link, letter, 1)
+        if frames:
+            encoded = isinstance(body, Part) and body.encoded
+            kind = GRADIENT if isinstance(body, Part | Touched) else CONTROL
+            self._keeper.account.sent(kind, link, size, len(frames), self._setup.codec.name if encoded else "none")
 
     def _drain(self) -> None:
         """Handle all that has come."""

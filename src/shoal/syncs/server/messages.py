@@ -345,7 +345,7 @@ class Applied(msgspec.Struct, frozen=True, tag=True):
     """That applying took."""
     received: int
     sent: int
-    """Bytes over the network so far."""
+    """Bytes over sockets so far."""
     pushes: int
     repeated: int
     """Leases that came a second time, so far."""

@@ -32,6 +32,8 @@ class Copying:
         }
         """Parameters whose elements lie in another order: their values are gathered here, until all are there."""
         self._gathered: set[int] = set()
+        self.copied = 0
+        """Bytes that were read from shared memory so far."""
 
     def size(self, shard: int) -> int:
         """Its bytes."""
@@ -55,6 +57,7 @@ class Copying:
             self._there[shard] = None
             bounds = self._cut.shards[shard]
             self._copy(shard, memory.weights[bounds.start : bounds.stop])
+            self.copied += self.size(shard)
         if int(state[0]) != count:
             self._there[shard] = None
             return None
