@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import functools
 import os
 import signal
 import stat
@@ -11,7 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import psutil
@@ -20,6 +23,7 @@ import pytest
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.engines import zygote
 from shoal.engines.local import EXIT_RAISED, Crew, Ended, LocalEngine, Message
+from shoal.engines.zygote import fork
 from shoal.wire.link import FrameError, Link, LinkClosed
 
 pytestmark = pytest.mark.timeout(60)
@@ -716,3 +720,21 @@ def test_the_collector_of_a_child_leaves_alone_what_it_inherits() -> None:
     zygote.fork(inherit, born)
     assert os.waitstatus_to_exitcode(os.waitpid(born[0], 0)[1]) == 1
     assert gc.get_freeze_count() == before
+
+
+def test_a_pool_of_threads_that_compile_is_made_anew_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.compile keeps one: in a fork, an idle thread of it counts, and is not there."""
+
+    class AsyncCompile:
+        @staticmethod
+        @functools.lru_cache(1)
+        def pool() -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(2)
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=AsyncCompile))
+    assert AsyncCompile.pool().submit(lambda: 1).result() == 1
+    born: list[int] = []
+    fork(lambda: sys.exit(AsyncCompile.pool().submit(lambda: 3).result(timeout=5)), born)
+    assert os.waitstatus_to_exitcode(os.waitpid(born[0], 0)[1]) == 3
+    assert AsyncCompile.pool().submit(lambda: 2).result(timeout=5) == 2
+    AsyncCompile.pool().shutdown()

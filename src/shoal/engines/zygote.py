@@ -287,6 +287,7 @@ def _run_and_exit(run: Callable[[], None], says: int, files: list[OpenFile]) -> 
     code = EXIT_RAISED
     try:
         _shed_signals()
+        _shed_compilers()
         os.write(says, b".")
         os.close(says)
         separate(files)
@@ -316,6 +317,18 @@ def _shed_signals() -> None:
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _shed_compilers() -> None:
+    """Leave the threads behind in which torch.compile compiles: it would wait for them, and they are not here.
+
+    It makes new ones at need. Compilers in processes of their own, for GPUs, are not started ahead of any need.
+    """
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
+    compiling = sys.modules.get("torch._inductor.async_compile")
+    forget = getattr(getattr(getattr(compiling, "AsyncCompile", None), "pool", None), "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def _exit_code(leaving: SystemExit) -> int:
