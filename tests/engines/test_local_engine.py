@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import os
 import signal
 import stat

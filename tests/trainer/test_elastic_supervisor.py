@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shoal.data.parcel import seal
 from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Place
 from shoal.engines.local import LocalEngine
+from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.elastic import Elasticity, EverythingLost
 from shoal.trainer.elastic_channel import ElasticChannel
@@ -133,8 +135,8 @@ def supervised(
             worker(Worker(seat, link, board.place(seat), folder))
 
     watching = watch or Watching()
-    with Tail(None, 0, watching.output) as tail, LocalEngine().open(main) as crew:
-        return Supervisor(crew, board, Elasticity(2, 1, 4, 0, faults), watching, signals, tail).watch()
+    with closing(Stacks()) as stacks, Tail(None, 0, watching.output) as tail, LocalEngine().open(main) as crew:
+        return Supervisor(crew, board, Elasticity(2, 1, 4, 0, faults), watching, signals, tail, stacks).watch()
 
 
 def started(*seats: int) -> Callable[[Engine], Any]:
@@ -503,6 +505,7 @@ ORPHANS = """
     from shoal.elastic import messages as said
     from shoal.elastic.board import Board
     from shoal.engines.local import LocalEngine
+    from shoal.engines.stacks import Stacks
     from shoal.trainer.elastic import Elasticity
     from shoal.trainer.elastic_channel import ElasticChannel
     from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
@@ -538,7 +541,7 @@ ORPHANS = """
         (folder / f"saved-{seat}").write_text(reason)
 
     with LocalEngine().open(main, grace=30.0) as crew, Tail(None, 0, print) as tail:
-        Supervisor(crew, Board(8), Elasticity(2, 1, 2, 0, Plan()), Unwatched(), None, tail).watch()
+        Supervisor(crew, Board(8), Elasticity(2, 1, 2, 0, Plan()), Unwatched(), None, tail, Stacks()).watch()
 """
 
 

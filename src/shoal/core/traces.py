@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ _OURS = str(Path(__file__).parent.parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ZYGOTE = f"{_OURS}engines{os.sep}zygote.py"
 _MOST_FRAMES = 20
+_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _CALLS = ("_call_impl", "_wrapped_call_impl")
 """torch's frames between a module's call and its forward: two for every module, and never the cause."""
 
@@ -36,6 +39,31 @@ def stack_of(frame: FrameType) -> str:
     frames = traceback.extract_stack(frame)
     began = [at for at, entry in enumerate(frames) if entry.filename == _ZYGOTE]
     return "".join(traceback.format_list(frames[began[-1] + 1 if began else 0 :][-_MOST_FRAMES:])).rstrip()
+
+
+def dumped_stack(text: str) -> str:
+    """What `faulthandler` wrote of one thread, as people know it: innermost last, with lines of the source.
+
+    Without Shoal's frames, unless there are no others, and those of how the process was started. "" if it is no stack.
+    """
+    found = [(_unescaped(name), int(line), function) for name, line, function in _DUMPED.findall(text)]
+    return _told([traceback.FrameSummary(*place) for place in reversed(found)])
+
+
+def own_stack(frame: FrameType) -> str:
+    """Where a thread of this process is, in the same form."""
+    return _told(traceback.extract_stack(frame))
+
+
+def _told(frames: list[traceback.FrameSummary]) -> str:
+    began = [at for at, frame in enumerate(frames) if frame.filename == _ZYGOTE]
+    frames = frames[began[-1] + 1 if began else 0 :]
+    theirs = [frame for frame in frames if not _is_noise(frame)]
+    return "".join(traceback.format_list((theirs or frames)[-_MOST_FRAMES:])).rstrip()
+
+
+def _unescaped(name: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), name)
 
 
 def drop_own_frames(told: traceback.TracebackException) -> None:

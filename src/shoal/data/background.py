@@ -29,6 +29,7 @@ from shoal.core.traces import own_traceback, place_of
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.parcel import seal, unseal
 from shoal.data.tree import Unpackable
+from shoal.engines.activity import Activity
 from shoal.engines.lifeline import die_with_parent
 from shoal.engines.zygote import fork
 from shoal.wire.link import Frame, FrameError, Link, LinkClosed
@@ -88,12 +89,18 @@ class Ticket:
 
 class LoaderProcess:
     """The worker's end of one loader process. One thread uses it, and that thread must outlive the process:
-    the kernel ends the process with the thread that forked it. Raises OSError if the process cannot be forked."""
+    the kernel ends the process with the thread that forked it. Raises OSError if the process cannot be forked.
+    While the worker waits for it, `waiting` says what it does."""
 
     def __init__(
-        self, sources: Mapping[str, Fetcher], siblings: Iterable[LoaderProcess], close_fds: Iterable[int]
+        self,
+        sources: Mapping[str, Fetcher],
+        siblings: Iterable[LoaderProcess],
+        close_fds: Iterable[int],
+        waiting: Activity,
     ) -> None:
         self.alive = True
+        self._waiting, self._activity = waiting, Activity.shared()
         self._pending: deque[Ticket] = deque()
         self._exit_code: int | None = None
         self._link, theirs = Link.pair()
@@ -104,7 +111,7 @@ class LoaderProcess:
         def live() -> None:
             die_with_parent(parent)
             _shed(foreign_links, foreign_fds)
-            _serve(theirs, sources)
+            _serve(theirs, sources, self._activity)
 
         born: list[int] = []
         try:
@@ -133,11 +140,15 @@ class LoaderProcess:
         """Wait for the answer to the oldest request asked here, or for the end of the process."""
         try:
             while (frame := self._link.try_recv()) is None:
+                self._waiting.show(self.pid, self._activity)
                 if not self._link.poll(_LOOK_SECONDS) and self._has_ended():
                     raise LinkClosed("the process has ended")
         except LinkClosed:
             self._lost()
             return
+        finally:
+            self._waiting.leave_to(0)
+            self._waiting.done()
         self._pending.popleft().answer = frame
 
     def close(self) -> None:
@@ -248,13 +259,15 @@ def _shed(links: Iterable[Link], descriptors: Iterable[int]) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-def _serve(link: Link, sources: Mapping[str, Fetcher]) -> None:
+def _serve(link: Link, sources: Mapping[str, Fetcher], activity: Activity) -> None:
     """Answer in order until the link closes.
 
     A thread sends, so that the next request is fetched while an answer waits to be taken, and so that an
     answer on its way never keeps the worker from asking (each would wait for the other). There are never more
     answers in the queue than requests asked.
     """
+    for fetcher in sources.values():
+        fetcher.activity = activity
     answers: SimpleQueue[_Outgoing] = SimpleQueue()
     threading.Thread(target=_send_all, args=(link, answers), daemon=True).start()
     while True:

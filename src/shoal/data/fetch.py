@@ -20,6 +20,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.data.finder import Finder
 from shoal.data.generators import Draws, global_sources
 from shoal.draws.calls import Calls
+from shoal.engines.activity import Activity, Call
 
 _SPREAD = 0x9E37_79B9_7F4A_7C15
 """2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
@@ -67,6 +68,8 @@ class Fetcher:
         self._draws = Draws(sources)
         self._collate_draws = Draws(sources)
         self._collate_calls = Calls(others=False)
+        self.activity = Activity()
+        """Where it writes what it is at."""
 
     @property
     def notices(self) -> list[str]:
@@ -80,7 +83,10 @@ class Fetcher:
         `random`, numpy and torch, and its own. Raises `DataError`, chained from the exception of the data set or of
         `collate`; `KeyboardInterrupt` and `SystemExit` pass through.
         """
-        return [self._batch(wanted) for wanted in request]
+        try:
+            return [self._batch(wanted) for wanted in request]
+        finally:
+            self.activity.done()
 
     def parts(self, wanted: Positions) -> Callable[[int, int], Any]:
         """For trials: a function that collates the samples start … stop−1 of these, from copies of the same items."""
@@ -155,6 +161,7 @@ class Fetcher:
                 return items
 
     def _collated(self, indices: list[int], items: list[Any]) -> Any:
+        self.activity.enter(Call.COLLATE, self.name, indices[0] if indices else 0)
         try:
             return default_collate(items) if self.collate is None else self.collate(items)
         except Exception as error:
@@ -164,6 +171,7 @@ class Fetcher:
         self._seed(seed)
         fetch_many = getattr(self.data, "__getitems__", None)
         if callable(fetch_many):
+            self.activity.enter(Call.ITEMS, self.name, indices[0] if indices else 0)
             try:
                 found = fetch_many(list(indices))
                 items = list(found)
@@ -179,8 +187,10 @@ class Fetcher:
                     )
                 return items
         items = []
+        self.activity.enter(Call.ITEM, self.name)
         for index in indices:
             try:
+                self.activity.at(index)
                 items.append(self.data[index])
             except Exception as error:
                 raise self._unfetchable(index, error) from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import DataError
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.tree import Unpackable
+from shoal.engines.activity import Activity
 
 __all__ = ["Choice", "Loader", "Positions", "Request", "Stream", "choose"]
 
@@ -99,7 +100,8 @@ class Loader:
     `sources`: by name, what to fetch from; the loader processes inherit them when they are forked, so data sets are
     never sent anywhere. `processes`: 0 loads inline, N in N processes, None measures each source and chooses.
     `spare_cores`: see `choose`. `close_fds`: asked before each fork for descriptors that a loader process must
-    not keep open (sockets whose closing tells peers that the worker died).
+    not keep open (sockets whose closing tells peers that the worker died). In `activity` is what it is at, also where
+    that is done by a loader process that it waits for.
 
     One thread uses the loader and its streams; it must live as long as they do.
     """
@@ -111,10 +113,14 @@ class Loader:
         processes: int | None,
         spare_cores: float,
         close_fds: Callable[[], Iterable[int]] = tuple,
+        activity: Activity | None = None,
     ) -> None:
         self.sources = dict(sources)
         self._spare_cores = spare_cores
         self._close_fds = close_fds
+        self._activity = activity or Activity()
+        for fetcher in self.sources.values():
+            fetcher.activity = self._activity
         self._pool: list[LoaderProcess] = []
         self._closed = False
         self._measures = processes is None
@@ -153,7 +159,7 @@ class Loader:
 
         siblings = [process for process in self._pool if process.alive]
         try:
-            return LoaderProcess(self.sources, siblings, self._close_fds())
+            return LoaderProcess(self.sources, siblings, self._close_fds(), self._activity)
         except OSError as error:
             raise DataError(
                 f"a loader process could not be started: {error}; set data_workers=0 to load in the worker itself"

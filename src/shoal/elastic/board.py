@@ -11,6 +11,9 @@ import mmap
 import time
 from dataclasses import dataclass
 
+from shoal.engines.activity import NOTHING, Activity, Doing
+from shoal.engines.activity import WORDS as _ACTIVITY_WORDS
+
 
 class Phase(enum.IntEnum):
     """What a worker's main thread does."""
@@ -31,6 +34,7 @@ WAITING = frozenset({Phase.EXCHANGE, Phase.COPY})
 
 _WORDS = 16
 _PID, _TERM, _STEP, _PHASE, _SINCE, _START, _STOP, _TICK = range(8)
+_ACTIVITY = slice(8, 8 + _ACTIVITY_WORDS)
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ class Sight:
     """The first and last position of the step that it computes."""
     ticks: int
     """Grows while the thread that beats has its turns."""
+    doing: Doing = NOTHING
+    """Which of the user's functions it is in, where that is known better than by the phase."""
 
 
 class Board:
-    """Places for so many seats."""
+    """Places for so many seats. That of a seat is also that of the seat so many later."""
 
     def __init__(self, seats: int) -> None:
         self.seats = seats
@@ -59,10 +65,14 @@ class Board:
 
     def place(self, seat: int) -> Place:
         """For the worker in this seat to write."""
-        return Place(self._words[seat * _WORDS : (seat + 1) * _WORDS])
+        return Place(self._of(seat))
 
     def see(self, seat: int) -> Sight:
-        return _sight(self._words[seat * _WORDS : (seat + 1) * _WORDS])
+        return _sight(self._of(seat))
+
+    def _of(self, seat: int) -> memoryview:
+        at = seat % self.seats * _WORDS
+        return self._words[at : at + _WORDS]
 
 
 class Place:
@@ -70,6 +80,7 @@ class Place:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
+        self.activity = Activity(words[_ACTIVITY])
 
     def begin(self, pid: int) -> None:
         """A new process has this place."""
@@ -86,6 +97,10 @@ class Place:
         words[_STEP] = step
         words[_PHASE] = phase
         words[_SINCE] = time.monotonic_ns()
+
+    def done(self) -> None:
+        """There is nothing left to do but to end."""
+        self.enter(Phase.DONE, self._words[_STEP])
 
     def computes(self, start: int, stop: int) -> None:
         """The positions of the step that this worker computes: start … stop−1."""
@@ -110,4 +125,5 @@ def _sight(words: memoryview) -> Sight:
         since=words[_SINCE] * 1e-9,
         positions=(start, stop - 1) if stop > start else None,
         ticks=words[_TICK],
+        doing=Activity(words[_ACTIVITY]).see(),
     )

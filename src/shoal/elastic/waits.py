@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.elastic.board import WAITING, Phase
+from shoal.elastic.board import WAITING, Phase, Sight
 from shoal.elastic.messages import Beat
 from shoal.elastic.terms import Process
+from shoal.engines.activity import Call
 
 _DOING = {
     Phase.STARTING: "starts",
@@ -19,6 +20,15 @@ _DOING = {
     Phase.CHECKPOINT: "saves a checkpoint",
     Phase.DONE: "is done",
 }
+_CALLS = {
+    Phase.STARTING: "in what comes before the first step",
+    Phase.COMPUTE: "in the forward and backward of step {next}",
+    Phase.APPLY: "in what follows the exchange of step {next}",
+    Phase.EVALUATE: "in the evaluation after step {step}",
+    Phase.CHECKPOINT: "in the checkpoint after step {step}, or what follows it",
+}
+"""Phases in which code of the user's runs, or may run."""
+_FETCHES = {Call.ITEM: "{source}[{item}]", Call.ITEMS: "{source}.__getitems__([{item}, …])", Call.COLLATE: "collate"}
 _KNOWN = {int(phase) for phase in Phase}
 
 
@@ -61,6 +71,15 @@ def doing(phase: Phase, step: int) -> str:
     # an evaluation and a checkpoint belong to the steps that have been taken
     where = f"after step {step}" if phase in (Phase.EVALUATE, Phase.CHECKPOINT) else f"in step {step + 1}"
     return f"{_DOING[phase]} {where}"
+
+
+def call_in_words(sight: Sight) -> str | None:
+    """Which of the user's functions a worker is in, to follow its name and "is"; None if it is in none."""
+    doing = sight.doing
+    if doing.call is not Call.NONE:
+        return "in " + _FETCHES[doing.call].format(source=doing.source, item=doing.item)
+    words = _CALLS.get(sight.phase)
+    return None if words is None else words.format(step=sight.step, next=sight.step + 1)
 
 
 def waiting_text(waiter: Process, busy: Sequence[Process], now: float) -> str:

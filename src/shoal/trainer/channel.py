@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self
 
 from shoal.core.events import AnyEvent, Notice, Scale, Stop, WorkerSeen
@@ -21,6 +21,8 @@ REASONS = (PREEMPTED, INTERRUPTED, STOPPED)
 """Why a run may end early. Each has a flag in every step's exchange, so that all workers stop after the same step."""
 
 _FLUSH_SECONDS = 0.1
+_HELD_SECONDS = 0.5
+"""What was told is not held back for longer, whatever the main thread waits for."""
 _CLEANING_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
@@ -38,7 +40,7 @@ class Channel(Protocol):
         """One of `REASONS`, once somebody has asked."""
 
     def flush(self) -> None:
-        """Send what `emit` has held back."""
+        """Send what `emit` has held back. Any thread, where that is over a link."""
 
 
 class LinkChannel:
@@ -99,6 +101,25 @@ class LinkChannel:
             self._link.send(encode(Happened(self._held, ask)))
             self._held = []
             self._flushed = time.monotonic()
+
+
+@contextmanager
+def flushing(channel: Channel) -> Iterator[None]:
+    """Within: a thread sends what the channel holds back, for one whose `flush` any thread may call."""
+    ended = threading.Event()
+
+    def flush() -> None:
+        with suppress(LinkClosed):  # the main thread will see it, too
+            while not ended.wait(_HELD_SECONDS):
+                channel.flush()
+
+    thread = threading.Thread(target=flush, name="shoal-flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_CLEANING_SECONDS)
 
 
 class DirectChannel:

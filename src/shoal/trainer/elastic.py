@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
+from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
 from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
@@ -62,10 +63,12 @@ def run_elastic(
         if seat == COORDINATOR_SEAT:
             be_coordinator(link, access, plan, places.of_coordinator())
         else:
+            stacks.answer()
             be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat)))
 
     try:
         with (
+            closing(Stacks()) as stacks,
             Tail(start.logs, 0, watch.output) as tail,
             _cleared(start.run_dir),
             LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=GRACE_SECONDS) as crew,
@@ -73,7 +76,7 @@ def run_elastic(
             folder = control_folder(start.run_dir, crew.scratch)
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
-            return Supervisor(crew, board, elasticity, watch, signals, tail).watch()
+            return Supervisor(crew, board, elasticity, watch, signals, tail, stacks).watch()
     finally:
         if elasticity.faults is not None:
             elasticity.faults.finish()

@@ -23,6 +23,7 @@ from shoal.trainer.failure import as_error
 from shoal.trainer.logs import Tail
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
 from shoal.trainer.start import ROOT_CAUSE_SECONDS
+from shoal.trainer.stuck import Asking, Stuck
 from shoal.trainer.supervise import signal_notice
 from shoal.trainer.watch import Watcher
 
@@ -52,6 +53,7 @@ class Supervisor:
         watch: Watcher,
         signals: StopSignals | None,
         tail: Tail,
+        stacks: Asking,
     ) -> None:
         self._crew = crew
         self._board = board
@@ -61,6 +63,7 @@ class Supervisor:
         self._tail = tail
         self._told = Told()
         self._living: set[int] = set()
+        self._stuck = Stuck(board, stacks, lambda: sorted(self._living), lambda text: watch.urge(text))
         self._acts = _Acts(crew, self._living, self._rescale)
         self._values: dict[int, Any] = {}
         self._departed: set[int] = set()  # told to leave; their process may still be there
@@ -84,7 +87,8 @@ class Supervisor:
     def watch(self) -> list[Any]:
         """Until the run is over; the values in order of seat. Raises what ended it before."""
         try:
-            return self._watch_until_over()
+            with self._stuck.explaining():
+                return self._watch_until_over()
         except EverythingLost as lost:
             # more than the coordinator can have declared since the last one that stood
             lost.term = max(self._term, self._elasticity.before) + _FAR
@@ -127,6 +131,7 @@ class Supervisor:
             self._ticked = now
             self._tail.look()
             self._watch.tick()
+            self._stuck.look(now)
 
     def _sample(self, now: float) -> None:
         """Look at the processes that the coordinator has asked about, and answer where there is an answer."""
@@ -159,7 +164,7 @@ class Supervisor:
         self._passed_on = wanted
         for seat in sorted(self._living):
             self._crew.send(seat, encode(StopAsked(wanted)))
-        if (text := signal_notice(wanted)) is not None:
+        if (text := signal_notice(wanted, self._stuck)) is not None:
             self._tell(Notice(step=self._step, text=text))
 
     # -- the coordinator -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shoal.elastic.coordinator import serve
 from shoal.elastic.membership import Plan
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
-from shoal.trainer.channel import leave_sigterm_to_the_supervisor
+from shoal.trainer.channel import flushing, leave_sigterm_to_the_supervisor
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.failure import describe, whole_traceback
@@ -98,6 +98,7 @@ class _Worker:
             self._close_session()
             self._channel.flush()
             self._channel.give(failed)
+        self._on_board.done()
         # Peers may still be in their last operation; the supervisor ends this process when all are done.
         self._channel.await_end()
         self._let_go()
@@ -119,7 +120,7 @@ class _Worker:
             faults=task.elasticity.faults,
         )
         self._session = session
-        with deterministic_algorithms(start.deterministic):
+        with deterministic_algorithms(start.deterministic), flushing(self._channel):
             value = task.body(session)
             session.finish_saving()
         self._channel.complete()

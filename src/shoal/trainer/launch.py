@@ -68,9 +68,10 @@ def launch(
     folder = None if run_dir is None else as_path("run_dir", run_dir).absolute()
     if folder is None and (resume is not None or checkpoint_every is not None):
         raise ConfigError("launch: resume= and checkpoint_every= need run_dir=")
-    watch = Watch(callbacks)
+    signals = StopSignals()
+    watch = Watch(callbacks, signals)
     try:
-        with StopSignals() as signals, _Place(folder, resume, watch) as place:
+        with signals, _Place(folder, resume, watch) as place:
             start = Start(
                 seed=seed,
                 deterministic=deterministic,
@@ -92,7 +93,9 @@ def launch(
                 values = _run(fn, start, count, engine_spec, watch, signals, doubts)
     except ShoalError as error:
         raise error.with_traceback(None) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        for text in getattr(error, "__notes__", ()):
+            print(f"shoal: {text}", file=sys.stderr)
         raise _stopped(Interrupted, "ended at once by a second Ctrl-C", folder) from None
     finally:
         watch.close()

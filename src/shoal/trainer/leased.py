@@ -20,6 +20,7 @@ from shoal.core.atoms import Course, Span, StepSpan, cut
 from shoal.core.errors import ConfigError
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
+from shoal.elastic.board import Place
 from shoal.layouts.single import Change, uses_batch_statistics
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
@@ -57,9 +58,17 @@ class LeasedSession(Session):
     """The session of a worker that computes leases."""
 
     def __init__(
-        self, seat: int, channel: Channel, start: Start, model: nn.Module, setup: Setup, *, workers: int = 1
+        self,
+        seat: int,
+        channel: Channel,
+        start: Start,
+        model: nn.Module,
+        setup: Setup,
+        *,
+        workers: int = 1,
+        place: Place | None = None,
     ) -> None:
-        """`workers` is how many there are about."""
+        """`workers` is how many there are about; `place` is this one's on the board."""
         super().__init__(
             SoloGroup(),
             channel,
@@ -69,6 +78,7 @@ class LeasedSession(Session):
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
             run_id=start.run_id,
             run_dir=None if start.run_dir is None else str(start.run_dir),
+            place=place,
         )
         self.seat = seat
         self.course = setup.course

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, Notice, Scale, Stop
 from shoal.core.seats import FIRST_SERVER
 from shoal.core.spec import Server
+from shoal.elastic.board import Board
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
+from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import STOPPED, StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.fit import Recipe
@@ -37,6 +39,7 @@ from shoal.trainer.served_setup import make_setup
 from shoal.trainer.served_staff import Staff, Started
 from shoal.trainer.served_worker import ServedTask, be_served_worker
 from shoal.trainer.start import LOOPBACK, Start
+from shoal.trainer.stuck import Stuck
 from shoal.trainer.supervise import signal_notice
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link
@@ -64,6 +67,7 @@ def run_served(
     """
     places = Places(hosts, served.workers)
     setup = make_setup(served, start, places.addresses())
+    board = Board(min(memory.seats for memory in setup.memory.values()))
     faults: Any = None if served.elasticity is None else served.elasticity.faults
     task = ServedTask(served.model, served.recipe, start, faults=faults, workers=served.workers)
 
@@ -73,10 +77,12 @@ def run_served(
         if seat >= FIRST_SERVER:
             be_server(seat - FIRST_SERVER, link, address, setup, start, place)
         else:
-            be_served_worker(seat, link, address, setup, replace(task, place=place))
+            stacks.answer()
+            be_served_worker(seat, link, address, setup, replace(task, place=place), on_board=board.place(seat))
 
     with (
         _removed(setup.journals),
+        closing(Stacks()) as stacks,
         Tail(start.logs, 0, watch.output) as tail,
         LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor) as crew,
     ):
@@ -85,7 +91,9 @@ def run_served(
         thread = threading.Thread(target=staff.run, name="shoal-clerk", daemon=True)
         thread.start()
         try:
-            return _Teller(told, staff, watch, signals, tail, faults).until_over()
+            stuck = Stuck(board, stacks, staff.seats, watch.urge)
+            with stuck.explaining():
+                return _Teller(told, staff, watch, signals, tail, stuck, faults).until_over()
         finally:
             if faults is not None:
                 faults.finish()
@@ -141,9 +149,11 @@ class _Teller:
         watch: Watcher,
         signals: StopSignals | None,
         tail: Tail,
+        stuck: Stuck,
         faults: Any | None = None,
     ) -> None:
         self._told, self._staff, self._watch, self._signals, self._tail = told, staff, watch, signals, tail
+        self._stuck = stuck
         self._faults, self._acts = faults, _Acts(staff)
         self._step = 0
         self._asked = False
@@ -193,7 +203,7 @@ class _Teller:
         if asked is not None and not self._asked:
             self._asked = True
             self._staff.ask_stop(asked)
-            if (text := signal_notice(asked)) is not None:
+            if (text := signal_notice(asked, self._stuck)) is not None:
                 self._watch(Notice(step=self._step, text=text))
 
     def _tick(self) -> None:
@@ -202,6 +212,7 @@ class _Teller:
             self._ticked = now
             self._tail.look()
             self._watch.tick()
+            self._stuck.look(now)
 
 
 class _Acts:

@@ -73,7 +73,7 @@ class _Channel:
 
 
 class Staff:
-    """For one thread, but `ask_stop`, `ask_scale` and `leave`, which any may call."""
+    """For one thread, but `ask_stop`, `ask_scale`, `seats` and `leave`, which any may call."""
 
     def __init__(
         self,
@@ -137,6 +137,10 @@ class Staff:
         before = self._scale or Scale()
         workers = before.workers if wish.workers is None else wish.workers
         self._scale = Scale(workers, before.servers if wish.servers is None else wish.servers)
+
+    def seats(self) -> list[int]:
+        """Of the workers that live."""
+        return sorted(self._workers)
 
     def leave(self) -> None:
         """End at once: nobody waits for the result."""

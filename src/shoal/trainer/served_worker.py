@@ -17,6 +17,8 @@ from torch import nn
 
 from shoal.core.errors import ShoalError
 from shoal.data.parcel import seal, unseal
+from shoal.elastic.board import Phase
+from shoal.elastic.board import Place as OnBoard
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Placement, Ready, Work, encode
@@ -80,7 +82,14 @@ class ServedTask:
 
 
 def be_served_worker(
-    seat: int, link: Link, host: str, setup: Setup, task: ServedTask, *, make_client: MakeClient | None = None
+    seat: int,
+    link: Link,
+    host: str,
+    setup: Setup,
+    task: ServedTask,
+    *,
+    on_board: OnBoard | None = None,
+    make_client: MakeClient | None = None,
 ) -> None:
     """From the first moment of a worker's process to its last.
 
@@ -90,7 +99,9 @@ def be_served_worker(
     begin_log(task.start.logs, seat)
     torch.set_num_threads(1)
     keep_freed_memory()
-    _Worker(seat, link, host, setup, task, make_client or _client).run()
+    if on_board is not None:
+        on_board.begin(os.getpid())
+    _Worker(seat, link, host, setup, task, make_client or _client, on_board).run()
 
 
 def _client(*given: Any, **options: Any) -> AClient:
@@ -110,7 +121,14 @@ class _Left(Exception):
 
 class _Worker:
     def __init__(
-        self, seat: int, link: Link, host: str, setup: Setup, task: ServedTask, make_client: MakeClient
+        self,
+        seat: int,
+        link: Link,
+        host: str,
+        setup: Setup,
+        task: ServedTask,
+        make_client: MakeClient,
+        on_board: OnBoard | None,
     ) -> None:
         self._seat = seat
         self._link = link
@@ -118,6 +136,7 @@ class _Worker:
         self._setup = setup
         self._task = task
         self._make_client = make_client
+        self._on_board = on_board
         # the clerk tells of steps; what is found in forwards, every worker finds, and the first one tells
         self._channel = LinkChannel(link, speaks=seat == 0)
         self._session: LeasedSession | None = None
@@ -180,7 +199,9 @@ class _Worker:
         task, setup = self._task, self._setup
         if task.place is not None:
             enter(task.place)
-        session = LeasedSession(self._seat, self._channel, task.start, task.model, setup, workers=task.workers)
+        session = LeasedSession(
+            self._seat, self._channel, task.start, task.model, setup, workers=task.workers, place=self._on_board
+        )
         self._session = session
         client = self._make_client(
             setup,
@@ -206,6 +227,7 @@ class _Worker:
         while True:
             if time.monotonic() - self._told > TELL_SECONDS:
                 self._tell()
+            session.enter(Phase.EXCHANGE)
             self._hear()
             if self._evaluations:
                 begun = time.perf_counter()
@@ -222,6 +244,7 @@ class _Worker:
         self, session: LeasedSession, client: AClient, leases: Leases, work: Work, buffers: Sequence[bytearray]
     ) -> None:
         lease = work.lease
+        session.enter(Phase.COMPUTE)
         client.prefetch(work.version)
         leases.load(lease)
         if session.tables is not None:
@@ -229,7 +252,8 @@ class _Worker:
             session.tables.ahead(leases.batches())
         begun = time.perf_counter()
         try:
-            read = self._wait(lambda: client.pull(work.version))
+            with session.waiting(Phase.COMPUTE):
+                read = self._wait(lambda: client.pull(work.version))
         except _Told:
             return
         finally:
@@ -240,7 +264,12 @@ class _Worker:
         if buffers:
             leases.put(unseal(bytes(buffers[0]), buffers[1:]))
         self._fault("compute", lease.step)
-        outcome = leases.compute(lease, read, before_push=lambda: self._fault("exchange", lease.step))
+
+        def before_push() -> None:
+            session.enter(Phase.EXCHANGE)
+            self._fault("exchange", lease.step)
+
+        outcome = leases.compute(lease, read, before_push=before_push)
         self._send(
             Done(
                 lease=lease,
@@ -281,6 +310,7 @@ class _Worker:
                 data_workers=recipe.data_workers,
                 name="eval_data",
             )
+        session.enter(Phase.EVALUATE)
         metrics = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics).run(task.model)
         session.evaluating = False
         self._send(Evaluated(order.version, metrics), None)

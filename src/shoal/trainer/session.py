@@ -35,6 +35,7 @@ from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
 from shoal.elastic.board import Phase, Place
+from shoal.engines.activity import Activity
 from shoal.layouts.single import Buffers
 from shoal.syncs.encoding import Encoding
 from shoal.syncs.updating import rates_of
@@ -116,6 +117,8 @@ class Session:
         """The term in which the last step was exchanged."""
         self.standing = standing
         self._place = standing.place if standing is not None else place
+        self.activity = Activity() if self._place is None else self._place.activity
+        """Which of the user's functions this worker is in."""
         self.times = Times()
         self.samples = 0
         """Samples that this worker has computed in steps that were committed."""
@@ -277,7 +280,8 @@ class Session:
         """The sum of `tensor` over all workers. All workers must call it."""
         self._ask_others()
         total = tensor.detach().clone().contiguous()
-        self._group.sum(total, STATE).wait()
+        with self.waiting(Phase.COMPUTE if self._place is None else self._place.sight().phase):
+            self._group.sum(total, STATE).wait()
         return total
 
     def _ask_others(self) -> None:
@@ -373,6 +377,7 @@ class Session:
             processes=data_workers,
             spare_cores=self._spare_cores,
             close_fds=lambda: self._group.descriptors(),
+            activity=self.activity,
         )
 
     def agree_on_stop(self) -> None:

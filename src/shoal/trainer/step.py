@@ -7,6 +7,7 @@ who used which parameter.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -368,6 +369,7 @@ class Step:
         session = self._session
         positions = range(self._spans[0].start, self._spans[-1].stop)
         session.keyed.enter(self.number, self._phases - 1, positions, session.device)
+        session.activity.done()  # with what came before: this forward is watched by itself
         try:
             yield batch
         finally:
@@ -380,13 +382,18 @@ class Step:
 
         def fetch(start: int, stop: int) -> Any:
             if not parts:  # in the fork: what is read there is of no account here
+                session.activity.leave_to(os.getpid())
                 parts.append(self._loop.parts(self.span, first, samples))
-            return moved(parts[0](start, stop), session.device)
+            batch = moved(parts[0](start, stop), session.device)
+            session.activity.done()
+            return batch
 
         begun = time.perf_counter()
         at = self.number, self._phases - 1
         self._rehearsal = session.rehearsal(fetch, at=at, first=first, samples=samples)
         yield from self._rehearsal.play()
+        session.activity.leave_to(0)
+        session.activity.done()
         self.rehearsed += time.perf_counter() - begun
         finding, left, self._rehearsal = self._rehearsal.finding, self._rehearsal.left, None
         assert finding is not None

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from shoal.elastic.board import Board
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.local import Crew, Ended, LocalEngine, Message
 from shoal.engines.places import Place, enter, spread
+from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import (
     INTERRUPTED,
     PREEMPTED,
     STOPPED,
     LinkChannel,
     StopSignals,
+    flushing,
     leave_sigterm_to_the_supervisor,
 )
 from shoal.trainer.failure import as_error, describe, ended_error, whole_traceback
@@ -41,6 +43,7 @@ from shoal.trainer.start import (
     Start,
     deterministic_algorithms,
 )
+from shoal.trainer.stuck import Stuck
 from shoal.trainer.vigil import Vigil
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link, LinkClosed
@@ -51,12 +54,16 @@ _LAST_WORDS_SECONDS = 0.5
 _SIGNALS = {PREEMPTED: ("SIGTERM", ""), INTERRUPTED: ("Ctrl-C", "; press it again to end at once")}
 
 
-def signal_notice(reason: str, kept: str = Start.kept) -> str | None:
-    """What to say when a run is asked to stop, if a signal asks. `kept`: see `Start`."""
+def signal_notice(reason: str, stuck: Stuck, kept: str = Start.kept) -> str | None:
+    """What to say when a run is asked to stop, if a signal asks: what it does, and what it waits for.
+
+    `kept`: see `Start`.
+    """
     if reason not in _SIGNALS:
         return None
     name, more = _SIGNALS[reason]
-    return f"{name}: stopping after the step in progress, {kept}{more}"
+    text, waits = f"{name}: stopping after the step in progress, {kept}{more}", stuck.stopping(time.monotonic())
+    return f"{text} ({waits})" if waits else text
 
 
 def run_forked(
@@ -76,14 +83,18 @@ def run_forked(
     board = Board(workers)
 
     def main(rank: int, link: Link, scratch: Path) -> None:
+        stacks.answer()
         _worker(rank, workers, link, scratch, body, start, places[rank], board)
 
     try:
         with (
+            closing(Stacks()) as stacks,
             Tail(start.logs, workers, watch.output) as tail,
             LocalEngine().start(workers, main, warm=leave_sigterm_to_the_supervisor) as crew,
         ):
-            return _Supervisor(crew, watch, signals, tail, start.kept).watch()
+            stuck = Stuck(board, stacks, lambda: range(workers), watch.urge)
+            with stuck.explaining():
+                return _Supervisor(crew, watch, signals, tail, stuck, start.kept).watch()
     finally:
         # workers that were all ended while they met, or while they made room for gradients
         sweep()
@@ -117,9 +128,11 @@ def _worker(
         on_board.begin(os.getpid())
         session = start.session(group, channel, torch.device("cpu"), starts_equal=True, place=on_board)
         vigil = Vigil(board, rank, workers, GROUP_TIMEOUT.total_seconds(), channel.urge)
-        with deterministic_algorithms(start.deterministic), vigil.kept() if workers > 1 else nullcontext():
+        watched = vigil.kept() if workers > 1 else nullcontext()
+        with deterministic_algorithms(start.deterministic), watched, flushing(channel):
             value = body(session)
             session.finish_saving()
+        on_board.done()
         channel.flush()
         _flush_output()
         parcel, buffers = seal(value)
@@ -154,12 +167,15 @@ def _flush_output() -> None:
 class _Supervisor:
     """Watches a crew until every worker has returned; the first failure ends all of them."""
 
-    def __init__(self, crew: Crew, watch: Watcher, signals: StopSignals | None, tail: Tail, kept: str) -> None:
+    def __init__(
+        self, crew: Crew, watch: Watcher, signals: StopSignals | None, tail: Tail, stuck: Stuck, kept: str
+    ) -> None:
         self._crew = crew
         self._kept = kept
         self._watch = watch
         self._signals = signals
         self._tail = tail
+        self._stuck = stuck
         self._ticked = 0.0
         self._values: dict[int, Any] = {}
         self._step = 0
@@ -183,6 +199,7 @@ class _Supervisor:
             self._tail.look()
             self._watch.tick()
             self._ticked = time.monotonic()
+            self._stuck.look(self._ticked)
 
     def _wanted(self) -> str | None:
         return (self._signals.asked if self._signals is not None else None) or self._decided
@@ -192,7 +209,7 @@ class _Supervisor:
         if wanted is not None and not self._passed_on:
             self._passed_on = True
             self._crew.send(0, encode(StopAsked(wanted)))
-            if (text := signal_notice(wanted, self._kept)) is not None:
+            if (text := signal_notice(wanted, self._stuck, self._kept)) is not None:
                 self._watch(Notice(step=self._step, text=text))
 
     def _take(self, arrival: Message) -> None:

@@ -285,10 +285,10 @@ class Trainer(Configured):
         except ShoalError as error:
             # Shoal's own frames are not where to look; the worker's traceback is in the error
             raise error.with_traceback(None) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             if signals.asked is None:  # raised by a callback
                 raise
-            raise self._ended_at_once() from None
+            raise self._ended_at_once(getattr(error, "__notes__", ())) from None
         except Exception as error:
             raise error.with_traceback(trimmed(error.__traceback__))  # noqa: B904
         # after the handlers are gone: a signal that came too late to end the run still ends the script
@@ -300,7 +300,7 @@ class Trainer(Configured):
     def _fit(self, signals: StopSignals) -> Result:
         begun = time.monotonic()
         history, before = History(), self._resume_read
-        watch = Watch((*self.callbacks, history))
+        watch = Watch((*self.callbacks, history), signals)
         try:
             loaded, folder = self._find_resumed(watch, "starting from the beginning")
             self._check_resumed(loaded, watch)
@@ -527,10 +527,12 @@ class Trainer(Configured):
         print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
-    def _ended_at_once(self) -> Interrupted:
+    def _ended_at_once(self, where: Sequence[str]) -> Interrupted:
         newest = newest_checkpoint(None if self._identity is None else self._identity.run_dir)
         how = "it had no checkpoint yet" if newest is None else f"its newest checkpoint is {newest}"
         stopped = Interrupted(f"shoal: ended at once by a second Ctrl-C; {how}")
+        for text in where:
+            print(f"shoal: {text}", file=sys.stderr)
         print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 

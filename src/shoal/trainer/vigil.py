@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from shoal.core.traces import stack_of
 from shoal.elastic.board import WAITING, Board, Sight
 from shoal.elastic.pace import Pace
-from shoal.elastic.waits import doing
+from shoal.elastic.waits import call_in_words, doing
+from shoal.engines.activity import Call
 from shoal.engines.look import is_halted
 
 _LOOK_SECONDS = 0.5
@@ -65,16 +66,20 @@ class Vigil:
         whom = ", ".join(f"worker {other}" for other in late) or "the others, which all wait as well"
         places = "; ".join(_place(other, sight, now) for other, sight in late.items())
         frame = sys._current_frames().get(self._main)
-        stack = "" if frame is None else stack_of(frame)
+        stack = f"\nworker {self._worker} waits here:\n{stack_of(frame)}" if frame is not None else ""
+        if any(sight.doing.call is not Call.NONE for sight in late.values()):
+            stack = ""  # what it waits for is known better than by that
         return (
             f"worker {self._worker} has waited {waited:.1f} s for {whom} in step {mine.step + 1} (this run usually "
             f"waits less than {self._pace.patience:.1f} s){': ' if places else ''}{places}. It waits for up to "
             f"{self._limit / 60:.0f} minutes: the number of workers is fixed. With min_workers=, one that stands still "
-            f"would be replaced.\nworker {self._worker} waits here:\n{stack}"
+            f"would be replaced.{stack}"
         )
 
 
 def _place(worker: int, sight: Sight, now: float) -> str:
     if sight.pid and is_halted(sight.pid):
         return f"worker {worker} is stopped (process {sight.pid}; kill -CONT {sight.pid} lets it go on)"
+    if sight.doing.call is not Call.NONE:
+        return f"worker {worker} is {call_in_words(sight)}"
     return f"worker {worker} {doing(sight.phase, sight.step)} (for {now - sight.since:.1f} s)"

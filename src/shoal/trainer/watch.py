@@ -41,6 +41,8 @@ from shoal.monitor.display.display import Display
 from shoal.monitor.resuming import in_python, resuming
 from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
+from shoal.trainer.calling import Calling
+from shoal.trainer.channel import StopSignals
 from shoal.trainer.start import is_main_process
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ class Watcher(Protocol):
     def output(self, worker: int, stream: str, text: str) -> None:
         """A worker printed something: whole lines as a rule. `stream` is out or err."""
 
+    def urge(self, text: str) -> None:
+        """A person should know this now: something does not go on."""
+
 
 class Unwatched:
     """For what is not worth a record: evaluation and prediction outside of a run."""
@@ -74,6 +79,9 @@ class Unwatched:
 
     def output(self, worker: int, stream: str, text: str) -> None:
         return None
+
+    def urge(self, text: str) -> None:
+        print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,12 @@ class Identity:
 class Watch:
     """All who watch one run, as one watcher."""
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[Callback] = (), signals: StopSignals | None = None) -> None:
         now = settings.current()
         self._main = is_main_process()
         self._mode = settings.progress_mode() if self._main else "quiet"
         self._display = Display(self._mode, verbose=now.verbose, stream=now.stream if self._main else None)
-        self._callbacks = callbacks
+        self._calling = Calling(callbacks, self.warn, lambda: signals is not None and signals.asked is not None)
         self._listeners: list[Callback] = []
         self._identity: Identity | None = None
         self._recorder: Recorder | None = None
@@ -158,6 +166,7 @@ class Watch:
 
     def close(self) -> None:
         """Give the screen back."""
+        self._calling.close()
         self._display.close()
 
     # -- for the run ---------------------------------------------------------------------------------------------------
@@ -180,22 +189,14 @@ class Watch:
             for watcher in (self._summary, self._recorder):
                 if watcher is not None:
                     watcher(event)
-        stop: Stop | None = None
-        scale: Scale | None = None
         for listener in self._listeners:
             listener(event)
-        for number, callback in enumerate(self._callbacks):
-            try:
-                answer = callback(event)
-            except Exception as error:
-                name = getattr(callback, "__qualname__", type(callback).__qualname__)
-                what = f"{type(event).__name__} of step {event.step}"
-                error.add_note(f"\n  callbacks[{number}], {name}, raised it for {what}")
-                raise
-            stop = answer if isinstance(answer, Stop) else stop
-            scale = answer if isinstance(answer, Scale) else scale
+        stop, scale = self._calling(event)
         self.stop = self.stop or stop
         return stop or scale
+
+    def urge(self, text: str) -> None:
+        self(Notice(step=self._step, text=text))
 
     def tick(self) -> None:
         self._display.tick()
@@ -248,7 +249,8 @@ class Watch:
         interrupted = isinstance(error, KeyboardInterrupt)
         text = "ended at once by Ctrl-C" if interrupted else f"{type(error).__name__}: {error}".splitlines()[0]
         facts = error.facts if isinstance(error, ShoalError) else ""
-        trace = "" if interrupted else "\n\n".join(filter(None, [told or own_traceback(error), facts]))
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        trace = notes if interrupted else "\n\n".join(filter(None, [told or own_traceback(error), facts]))
         self._failed = RunFailed(step=self._step, error=text, traceback=trace, worker=worker)
         # what a listener or a callback may raise now is not what the run failed of
         with suppress(Exception):
