@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -875,3 +876,105 @@ def test_models_that_differ_between_workers_are_refused_before_anything_is_copie
 
     for told in run_ranks(3, fn):
         assert "the model 'net' of worker 1 has other parameters or buffers than that of worker 0" in told
+
+
+# -- a graph of one phase in the next ----------------------------------------------------------------------------------
+
+
+def gan_parts() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(1)
+    maker = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 6))
+    return maker, nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def judged(judge: nn.Module, real: Tensor, made: Tensor) -> Tensor:
+    return (judge(real) - 1).pow(2).mean() + judge(made.detach()).pow(2).mean()
+
+
+def fooled(judge: nn.Module, made: Tensor) -> Tensor:
+    return (judge(made) - 1).pow(2).mean()
+
+
+def dcgan(session: Session) -> State:
+    """As DCGAN has it: what was made for the judge is used again for its maker."""
+    maker, judge = gan_parts()
+    mine = torch.optim.SGD(maker.named_parameters(), lr=0.1)
+    other = torch.optim.SGD(judge.named_parameters(), lr=0.1)
+    session.track(maker=maker, judge=judge, mine=mine, other=other)
+    for step in session.steps(INPUTS[:48], batch_size=24, epochs=2):
+        made = []
+        for real in step:
+            made.append(maker(real))
+            step.backward(judged(judge, real, made[-1]))
+        step.apply(other)
+        for _, one in zip(step, made, strict=True):
+            step.backward(fooled(judge, one))
+        step.apply(mine)
+    return nn.ModuleList([maker, judge]).state_dict()
+
+
+def plain_dcgan(parts: int) -> State:
+    """The same in one process, with each batch in so many parts: buffers and gradients of a phase are their means."""
+    both = nn.ModuleList(gan_parts())
+    maker, judge = both
+    mine, other = (torch.optim.SGD(net.parameters(), lr=0.1) for net in both)
+
+    def phase(losses: list[Callable[[], Tensor]], optimizer: torch.optim.Optimizer) -> None:
+        start, found = [buffer.clone() for buffer in both.buffers()], []
+        both.zero_grad()
+        for loss in losses:
+            for buffer, before in zip(both.buffers(), start, strict=True):
+                buffer.data.copy_(before)
+            (loss() / parts).backward()
+            found.append([buffer.clone() for buffer in both.buffers()])
+        for buffer, values in zip(both.buffers(), zip(*found, strict=True), strict=True):
+            buffer.data.copy_(torch.stack(values).double().mean(0))
+        optimizer.step()
+
+    for step in range(4):
+        ((_, indices),) = batches_of(Course(48, 24), step, seed=0, by_atom=False)
+        reals, made = INPUTS[indices].chunk(parts), list[Tensor]()
+
+        def first(real: Tensor, made: list[Tensor] = made) -> Tensor:
+            made.append(maker(real))
+            return judged(judge, real, made[-1])
+
+        phase([partial(first, real) for real in reals], other)
+        phase([partial(fooled, judge, one) for one in made], mine)
+    return both.state_dict()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_graph_of_one_phase_serves_in_the_next_with_batch_norm(workers: int) -> None:
+    results = shoal.launch(dcgan, workers=workers)
+    for result in results:
+        assert_close(result, plain_dcgan(workers), 1e-6)
+        assert_same_bits(result, results[0])
+
+
+def test_a_graph_that_goes_back_through_a_merged_buffer_is_refused() -> None:
+    """It would go back through another value than the forward had."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.mul_(0.9).add_(0.1 * x.abs().mean().detach())
+            return super().forward(x) * self.scale
+
+    def fn(session: Session) -> None:
+        net = Scaled(6, 1)
+        net.register_buffer("scale", torch.ones(()))
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+        session.track(net=net, optimizer=optimizer)
+        for step in session.steps(INPUTS, batch_size=20, steps=1):
+            kept = []
+            for x in step:
+                kept.append(net(x))
+                step.backward(kept[-1].detach().mean() + net.weight.sum())
+            step.apply(optimizer)
+            for _, one in zip(step, kept, strict=True):
+                step.backward(one.mean())
+            step.apply(optimizer)
+
+    with pytest.raises(shoal.WorkerError, match="modified by an inplace operation") as error:
+        shoal.launch(fn, workers=2)
+    assert "compute what a phase goes back through in that phase" in " ".join(error.value.facts.split())

@@ -27,6 +27,7 @@ from shoal.layouts.words import CONCAT, FIRST, MEAN, SUM, Word, read_words
 
 _MOST_STRAYS = 3
 """Times that a worker has what a buffer counts judged anew."""
+_STATISTICS = "running_mean", "running_var"
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
@@ -131,6 +132,16 @@ class Buffers:
         assert value is not None
         return value
 
+    def _place(self, number: int) -> Tensor:
+        """What to write into between forwards.
+
+        A graph of an earlier phase that holds a buffer is refused by torch once that was changed, and rightly so: it
+        would go back through other values. The statistics of norms are no values that a graph in train mode goes back
+        through, and torch itself changes them uncounted.
+        """
+        slot, value = self._slots[number], self._value(number)
+        return value.data if isinstance(slot.module, _NormBase) and slot.key in _STATISTICS else value
+
     def _mark(self, number: int) -> tuple[int, int]:
         value = self._value(number)
         return id(value), value._version
@@ -172,7 +183,7 @@ class Buffers:
         if not self._slots:
             return
         if self._forwards and self._watched:
-            torch._foreach_copy_([self._value(number) for number in self._watched], list(self._start.values()))
+            torch._foreach_copy_([self._place(number) for number in self._watched], list(self._start.values()))
         self._forwards += 1
         self._marks = [self._mark(number) for number in range(len(self._slots))]
 
@@ -180,7 +191,7 @@ class Buffers:
     def rewind(self) -> None:
         """Undo what forwards of the step in progress have made of the buffers."""
         if self._forwards and self._watched:
-            torch._foreach_copy_([self._value(number) for number in self._start], list(self._start.values()))
+            torch._foreach_copy_([self._place(number) for number in self._start], list(self._start.values()))
         self._forwards = 0
 
     @torch.no_grad()
@@ -423,7 +434,7 @@ class Buffers:
         return merge.merged(total, start, self._samples)
 
     def _set(self, number: int, value: Tensor) -> None:
-        self._value(number).copy_(value.view_as(self._value(number)))
+        self._place(number).copy_(value.view_as(self._value(number)))
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,11 @@ _HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         "leave .backward() out of the loss: Shoal calls it, once for each part of the batch",
     ),
     (
+        ("modified by an inplace operation",),
+        "in an own loop with several phases, buffers are merged and parameters applied between them: compute what a "
+        "phase goes back through in that phase",
+    ),
+    (
         ("shapes cannot be multiplied", "size mismatch", "must match the size of tensor"),
         "a shape does not fit: print the shapes of the tensors in that line",
     ),
