@@ -12,6 +12,7 @@ import torch
 
 from shoal.comm.account import Account
 from shoal.comm.group import Group, SoloGroup
+from shoal.comm.strings import HEAD
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, PARAMETER, STATE, Flow, Traffic
 from shoal.testing.ranks import die, run_ranks
@@ -51,7 +52,7 @@ def test_what_gloo_sends_follows_the_arithmetic_of_its_algorithms(size: int) -> 
             children[rank]
         )
         assert swapped == [Flow(GRADIENT, "none", LOOPBACK, others * 6, others)]
-        assert lengths_and_bytes == [Flow(STATE, "none", LOOPBACK, others * (8 + others), 2 * others)]
+        assert lengths_and_bytes == [Flow(STATE, "none", LOOPBACK, others * (HEAD + others), 2 * others)]
 
 
 def test_what_is_sent_counts_for_the_codec_that_is_named_or_set() -> None:

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.comm import backend
 from shoal.comm.connections import Connections
 from shoal.comm.group import Group
+from shoal.comm.shm import shared
 from shoal.core.errors import ConfigError, GroupError
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.ranks import die, run_ranks
@@ -81,6 +83,68 @@ def test_members_in_different_operations(other: str) -> None:
         return said(operations[other])
 
     assert all("broke" in text for text in run_ranks(2, fn))
+
+
+OPERATIONS: dict[str, Callable[[Group], Any]] = {
+    "a sum of 8 bytes": lambda group: group.sum(torch.zeros(2)).wait(),
+    "a gather of 8 bytes": lambda group: group.gather(torch.zeros(1, dtype=torch.float64)),
+    "a swap of 254 bytes": lambda group: group.gather_bytes(b"some"),
+    "a broadcast of 8 bytes": lambda group: group.broadcast(torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("collective", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a broadcast of 8 bytes", "a sum of 8 bytes"),
+        ("a swap of 254 bytes", "a gather of 8 bytes"),
+        ("a gather of 8 bytes", "a swap of 254 bytes"),
+        ("a sum of 8 bytes", "a swap of 254 bytes"),
+    ],
+)
+def test_members_out_of_step_are_told_both_operations(
+    collective: str, first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where neither hears the other, and each would wait for the timeout."""
+    monkeypatch.setattr(shared, "_STRAY_SECONDS", 0.1)
+    monkeypatch.setattr(backend, "_STRAY_SECONDS", 0.1)
+
+    def fn(group: Group) -> str:
+        group.barrier()
+        return said(lambda: OPERATIONS[second if group.rank else first](group))
+
+    for text in run_ranks(2, fn, collective=collective):
+        assert first in text and second in text and "the same operations in the same order" in text, text
+
+
+@pytest.mark.parametrize("collective", ["shm", "gloo"])
+def test_byte_strings_for_different_purposes_are_not_mixed(collective: str) -> None:
+    def fn(group: Group) -> list[str]:
+        purpose = "an evaluation" if group.rank else "session.gather"
+        return [said(lambda: group.gather_bytes(b"own", purpose=purpose)), said(group.barrier)]
+
+    first, second = run_ranks(2, fn, collective=collective)
+    assert first[0].startswith("worker 0 is in session.gather and worker 1 in an evaluation; all workers must call")
+    assert second[0].startswith("worker 1 is in an evaluation and worker 0 in session.gather; all workers must call")
+    assert first[1] and second[1], "the group is whole after that"
+
+
+def test_a_member_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it noted before, or never noted, is not taken for another operation."""
+    monkeypatch.setattr(shared, "_STRAY_SECONDS", 0.02)
+    monkeypatch.setattr(backend, "_STRAY_SECONDS", 0.02)
+
+    def fn(group: Group) -> float:
+        total = torch.ones(2)
+        for late in (0, 1):
+            if group.rank == late:
+                time.sleep(0.15)
+            group.sum(total).wait()
+            group.broadcast(total)
+        return float(total[0])
+
+    assert run_ranks(2, fn, collective="shm") == run_ranks(2, fn, collective="gloo") == [4.0, 4.0]
 
 
 def test_a_dtype_that_cannot_be_summed_leaves_the_group_whole() -> None:

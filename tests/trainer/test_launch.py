@@ -878,6 +878,48 @@ def test_models_that_differ_between_workers_are_refused_before_anything_is_copie
         assert "the model 'net' of worker 1 has other parameters or buffers than that of worker 0" in told
 
 
+# -- workers that do not do the same -----------------------------------------------------------------------------------
+
+
+def lonely(call: Callable[[Session], Any], at: int) -> Callable[[Session], None]:
+    """A loop in which worker 0 calls something alone after a step."""
+
+    def fn(session: Session) -> None:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.01)
+        session.track(net=net, optimizer=optimizer)
+        for step in session.steps(DATA, batch_size=10, epochs=2):
+            for batch in step:
+                step.backward(mse(net, batch))
+            step.apply(optimizer)
+            if session.rank == 0 and step.number == at:
+                call(session)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "at", "other"),
+    [
+        ("session.gather", lambda session: session.gather({"a": 1}), 2, "operation"),
+        ("session.gather", lambda session: session.gather({"a": 1}), 0, "the comparison of parameters after the first"),
+        ("session.sum", lambda session: session.sum(torch.ones(3)), 4, "operation"),
+    ],
+)
+def test_a_worker_that_is_alone_in_an_operation_is_named(name: str, call: Any, at: int, other: str) -> None:
+    with pytest.raises(shoal.GroupError) as error:
+        shoal.launch(lonely(call, at), workers=2)
+    text = str(error.value)
+    assert name in text and other in text and "all workers must call the same operations" in text
+
+
+def test_sums_of_different_shapes_are_told_both() -> None:
+    with pytest.raises(
+        shoal.GroupError, match=r"session.sum of float32 \(\d,\) and worker \d in session.sum of float32"
+    ):
+        shoal.launch(lambda session: session.sum(torch.ones(2 + session.rank)), workers=2)
+
+
 # -- a graph of one phase in the next ----------------------------------------------------------------------------------
 
 

@@ -417,7 +417,7 @@ def test_workers_that_found_other_checkpoints_are_refused() -> None:
     class Two:
         """A session whose other worker found nothing."""
 
-        def gather(self, value: Any) -> list[Any]:
+        def gather_for(self, purpose: str, value: Any) -> list[Any]:
             return [value, None]
 
     class Found:

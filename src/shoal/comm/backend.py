@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -15,6 +16,8 @@ from shoal.comm.account import Account
 from shoal.comm.connections import Connections
 from shoal.comm.graves import bury, keep_until_complete
 from shoal.comm.group import CPU, REVOKED, Done, Work, bytes_of, numbers_of
+from shoal.comm.strings import gather_bytes_by_rows, hint
+from shoal.comm.whereabouts import At, Whereabouts
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, LOOPBACK, NETWORK
 
@@ -22,13 +25,20 @@ _SLICE = timedelta(milliseconds=20)
 """How long to wait at a time before looking whether the peers are still connected, and the group still wanted."""
 _LOOKS = 3
 """How often in a row a connection must be seen ended: gloo may be about to tell why."""
+_STRAY_SECONDS = 1.0
+"""How long to wait before looking whether the others are in another operation, and between two looks."""
+_TELL_SECONDS = 0.5
+"""How long to wait for what the others are in, where gloo has broken for no reason that a death could have."""
+_PEER_LEFT = "closed", "reset"
+"""What gloo says of a peer that went away: if because of this, then after it had told."""
 
 
 class BackendWork:
     """An operation of one of torch's backends."""
 
-    def __init__(self, work: Any, what: str, group: BackendGroup, patience: Callable[[Any], None]) -> None:
+    def __init__(self, work: Any, what: str, at: At, group: BackendGroup, patience: Callable[[Any], None]) -> None:
         self._work = work
+        self._at = at
         self._what = what
         self._group = group
         self._patience = patience
@@ -44,6 +54,7 @@ class BackendWork:
             return
         account = self._group.account
         account.enter()
+        self._group.enter(self._at)
         try:
             self._group.guarded(self._what, lambda: self._patience(self._work))
         finally:
@@ -66,6 +77,7 @@ class BackendGroup:
         device: Any | None = None,
         connections: Connections | None = None,
         reason: str = "",
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self.rank = rank
         self.size = len(hosts)
@@ -83,6 +95,10 @@ class BackendGroup:
         self._broken = ""
         self._revoked = ""
         self._under_way: deque[Any] = deque()
+        self._whereabouts = whereabouts
+        self._at = At(0, "")
+        self._started_so_far = 0
+        self._looked = 0.0
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         self.refuse_broken()
@@ -96,7 +112,7 @@ class BackendGroup:
         steps = 2 * (self.size - 1)
         self.account.sent(kind, self._link_to(self.rank - 1), steps * buffer.nbytes // self.size, steps)
         backend, numbers = self._for(buffer), numbers_of(buffer)
-        return self._started("sum", backend, lambda: backend.allreduce([numbers]))
+        return self._started("sum", backend, buffer, lambda: backend.allreduce([numbers]))
 
     def scatter_sum(self, buffer: Tensor, kind: str = GRADIENT) -> Tensor:
         # gloo's own reduce_scatter takes 1.5 to 3 times as long as its all-reduce
@@ -117,7 +133,7 @@ class BackendGroup:
             if peer != self.rank:
                 self.account.sent(kind, self._link_to(peer), rows.nbytes // self.size, 1)
         backend, given, taken = self._for(rows), bytes_of(rows), bytes_of(swapped)
-        return swapped, self._started("swap", backend, lambda: backend.alltoall_base(taken, given, [], []))
+        return swapped, self._started("swap", backend, rows, lambda: backend.alltoall_base(taken, given, [], []))
 
     def gather(self, buffer: Tensor, kind: str = CONTROL) -> Tensor:
         stacked, work = self.start_gather(buffer, kind)
@@ -130,16 +146,17 @@ class BackendGroup:
             return stacked, Done()
         self.account.sent(kind, self._link_to(self.rank + 1), (self.size - 1) * buffer.nbytes, self.size - 1)
         backend, given, rows = self._for(buffer), bytes_of(buffer), [bytes_of(row) for row in stacked.unbind()]
-        return stacked, self._started("gather", backend, lambda: backend.allgather([rows], [given]))
+        return stacked, self._started("gather", backend, buffer, lambda: backend.allgather([rows], [given]))
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
-        return gather_bytes_by_rows(self.gather, data, kind)
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
+        return gather_bytes_by_rows(self, data, kind, purpose)
 
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
         if buffer.numel():
             for child in _children(self.rank, self.size):
                 self.account.sent(kind, self._link_to(child), buffer.nbytes, 1)
-            self._through("broadcast", self._for(buffer), lambda backend: backend.broadcast(bytes_of(buffer), 0))
+            backend = self._for(buffer)
+            self._started("broadcast", backend, buffer, lambda: backend.broadcast(bytes_of(buffer), 0)).wait()
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1), CONTROL).wait()
@@ -158,15 +175,39 @@ class BackendGroup:
         self._control = self._device = None
         bury()
 
-    def _through(self, what: str, backend: Any, start: Callable[[Any], Any]) -> None:
-        self._started(what, backend, lambda: start(backend)).wait()
-
-    def _started(self, what: str, backend: Any, start: Callable[[], Any]) -> BackendWork:
+    def _started(self, what: str, backend: Any, buffer: Tensor, start: Callable[[], Any]) -> BackendWork:
         self.account.begun(self.counts)
+        at = At(self._started_so_far, _said(what, buffer))
+        self._started_so_far += 1
+        self.enter(at)
         work = self.guarded(what, start)
         if backend is self._control:
             self._under_way.append(work)
-        return BackendWork(work, what, self, self._patience(backend))
+        return BackendWork(work, what, at, self, self._patience(backend))
+
+    def enter(self, at: At) -> None:
+        """This member is in that operation from now on."""
+        self._at, self._looked = at, time.monotonic()
+
+    def refuse_strayed(self) -> None:
+        """For those who wait: now and then, whether another member waits for something else. Raises `GroupError`."""
+        if self._whereabouts is not None and time.monotonic() - self._looked > _STRAY_SECONDS:
+            self._looked = time.monotonic()
+            self._tell_where()
+            text = self._whereabouts.strayed(self._at)
+            if text:
+                raise GroupError(text)
+
+    def _tell_where(self) -> None:
+        if self._whereabouts is not None and not self._revoked:
+            self._whereabouts.tell(self._at)
+
+    def _strayed(self, trouble: str) -> str:
+        """Why the group broke, if another member was in another operation: it breaks as well, and tells."""
+        if self._whereabouts is None or self._revoked:
+            return ""
+        left = any(word in trouble for word in _PEER_LEFT)
+        return self._whereabouts.strayed(self._at, 0.0 if left else _TELL_SECONDS)
 
     def forget_completed(self) -> None:
         """Works end in the order in which they began, but for those of a group that breaks."""
@@ -187,7 +228,9 @@ class BackendGroup:
             except BaseException as error:
                 self.give_up(f"{type(error).__name__} interrupted a {what} over the group")
                 raise
+            self._tell_where()
             self.give_up(trouble)
+            self._broken = self._strayed(trouble) or self._broken
         raise GroupError(self._broken)
 
     def give_up(self, why: str) -> None:
@@ -220,6 +263,7 @@ class BackendGroup:
                     raise
             if self._revoked:
                 self.abandon()
+            self.refuse_strayed()
             gone = gone + 1 if self.lost_peer() else 0
             if gone > _LOOKS:
                 self.abandon()
@@ -243,6 +287,11 @@ class BackendGroup:
         return backend
 
 
+def _said(what: str, buffer: Tensor) -> str:
+    """An operation in words."""
+    return f"a {what} of {buffer.nbytes} bytes{hint(buffer.nbytes) if what == 'swap' else ''}"
+
+
 def _wait_for_stream(work: Any) -> None:
     """NCCL's works: the stream waits, not this thread."""
     work.wait()
@@ -253,16 +302,6 @@ def _children(rank: int, size: int) -> list[int]:
     lowest = rank & -rank if rank else 1 << (size - 1).bit_length()
     steps = [1 << at for at in range(lowest.bit_length() - 1)]
     return [rank + step for step in steps if rank + step < size]
-
-
-def gather_bytes_by_rows(gather: Callable[[Tensor, str], Tensor], data: bytes, kind: str) -> list[bytes]:
-    """Byte strings of any length by gathering rows of equal length."""
-    lengths = gather(torch.tensor([len(data)]), kind).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = gather(padded, kind)
-    return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
 
 def guarded(what: str, call: Callable[[], Any]) -> Any:

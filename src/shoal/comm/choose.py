@@ -16,6 +16,7 @@ from shoal.comm.shm.meeting import meet as meet_in_memory
 from shoal.comm.shm.memory import drop_spare
 from shoal.comm.shm.shared import Shared
 from shoal.comm.topology import REACH_SECONDS, Place, refuse_unreachable, where_all_are
+from shoal.comm.whereabouts import Whereabouts
 from shoal.core.errors import ConfigError
 from shoal.core.spec import check_collective
 
@@ -55,12 +56,14 @@ def make_group(
     run: str = "",
     warn: Callable[[str], None] = lambda text: None,
     reach: float = REACH_SECONDS,
+    notes: bool = True,
 ) -> Group:
     """Meet the other members through `store` (a `torch.distributed.Store`).
 
     Gloo listens at the address of `host`, or where this machine's name points if it is None. `run` names the segments
     of shared memory. Where shared memory cannot be had, `warn` is told why, and gloo is used. Raises `GroupError` if
-    the store does, and `HostsApart` if hosts do not answer each other within `reach` seconds.
+    the store does, and `HostsApart` if hosts do not answer each other within `reach` seconds. With `notes`, members
+    that wait for long tell through the store which operation they are in, so that two different ones are named.
     """
     check_collective(collective)
     if size == 1:
@@ -69,7 +72,7 @@ def make_group(
 
     def meet() -> Group:
         places = where_all_are(store, rank, size, host)
-        return _meet(store, rank, places, device, collective, run, timeout=timeout, warn=warn, reach=reach)
+        return _meet(store, rank, places, device, collective, run, timeout=timeout, warn=warn, reach=reach, notes=notes)
 
     group: Group = guarded("meeting", meet)
     if group.collective not in ("shm", "hierarchical"):
@@ -88,6 +91,7 @@ def _meet(
     timeout: timedelta,
     warn: Callable[[str], None],
     reach: float,
+    notes: bool,
 ) -> Group:
     size = len(places)
     hosts = [place.host for place in places]
@@ -106,7 +110,7 @@ def _meet(
     try:
         refuse_unreachable(store, rank, places, reach)
         if shared is not None:
-            across = _ring(store, rank, places, timeout) if shared.rank == 0 else None
+            across = _ring(store, rank, places, timeout, notes) if shared.rank == 0 else None
             return HierarchicalGroup(rank, hosts, shared, across, run=run, warn=warn, reason=reason)
     except BaseException:
         if shared is not None:
@@ -114,13 +118,15 @@ def _meet(
         raise
     control, connections = make_gloo(store, rank, size, timeout=timeout, host=places[rank].address)
     accelerated = make_nccl(store, rank, size, timeout=timeout) if chosen == "nccl" else None
-    return BackendGroup(rank, hosts, control, accelerated, connections, reason)
+    whereabouts = Whereabouts(store, rank, [f"worker {member}" for member in range(size)]) if notes else None
+    return BackendGroup(rank, hosts, control, accelerated, connections, reason, whereabouts)
 
 
-def _ring(store: Any, rank: int, places: Sequence[Place], timeout: timedelta) -> BackendGroup:
+def _ring(store: Any, rank: int, places: Sequence[Place], timeout: timedelta, notes: bool) -> BackendGroup:
     """The first members of all hosts."""
     hosts = [place.host for place in places]
     first = [hosts.index(number) for number in range(max(hosts) + 1)]
     at = first.index(rank)
     control, connections = make_gloo(store, at, len(first), timeout=timeout, host=places[rank].address)
-    return BackendGroup(at, range(len(first)), control, None, connections)
+    whereabouts = Whereabouts(store, at, [f"worker {member}" for member in first]) if notes else None
+    return BackendGroup(at, range(len(first)), control, None, connections, whereabouts=whereabouts)

@@ -86,8 +86,12 @@ class Group(Protocol):
     def start_gather(self, buffer: Tensor, kind: str = GRADIENT) -> tuple[Tensor, Work]:
         """Start a `gather`, as `start_swap` starts a swap."""
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
-        """All members' byte strings, which may differ in length, in order of rank."""
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
+        """All members' byte strings, which may differ in length, in order of rank.
+
+        `purpose` is what it is for, in a few words. Members that do it for different ones raise `GroupError`, which
+        names both.
+        """
 
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
         """Replace `buffer` by that of member 0."""
@@ -164,7 +168,7 @@ class SoloGroup(AtOnce):
         self._refuse_revoked()
         return buffer.unsqueeze(0).clone()
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
         self._refuse_revoked()
         return [data]
 

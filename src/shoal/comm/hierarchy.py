@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import BackendGroup, BackendWork, gather_bytes_by_rows
+from shoal.comm.backend import BackendGroup, BackendWork
 from shoal.comm.group import CPU, AtOnce, Done, Group, Work, numbers_of
 from shoal.comm.shm.group import ShmGroup
 from shoal.comm.shm.notes import RELAY, other
 from shoal.comm.shm.plan import Plan
 from shoal.comm.shm.shared import Area, Channel, Shared, Wait, whole
 from shoal.comm.shm.work import Sum, whole_or_broken
+from shoal.comm.strings import gather_bytes_by_rows
 from shoal.core.errors import GroupError
 from shoal.core.traffic import CONTROL, GRADIENT, MEMORY
 
@@ -205,6 +206,7 @@ class _HostGroup(ShmGroup):
                 self._shared.break_up(wait.text, wait.culprit)
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
+                self.across.refuse_strayed()
                 gone = gone + 1 if self.across.lost_peer() else 0
                 if gone > 1:
                     self.across.abandon()
@@ -309,8 +311,8 @@ class HierarchicalGroup(AtOnce):
         self._host.broadcast(stacked, kind)
         return stacked
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
-        return gather_bytes_by_rows(self.gather, data, kind)
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
+        return gather_bytes_by_rows(self, data, kind, purpose)
 
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
         self.account.counted()

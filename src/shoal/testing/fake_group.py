@@ -127,9 +127,9 @@ class FakeGroup:
         self._sent(kind, rows.nbytes - rows[0].nbytes)
         return torch.stack([part[self.rank] for part in parts])
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
         self._sent(kind, (self.size - 1) * len(data))
-        return self._exchange("gather_bytes", bytes(data))
+        return self._exchange(purpose, bytes(data))
 
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
         buffer.copy_(self._exchange("broadcast", buffer.clone())[0])

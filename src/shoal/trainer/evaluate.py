@@ -139,7 +139,8 @@ class Evaluator:
                 for metric in own:
                     if pair is not None and not needs_loss(metric):
                         metric.update(*pair)
-        told = self._session.gather({"loss": [total, weight], "states": [metric.state() for metric in own]})
+        mine = {"loss": [total, weight], "states": [metric.state() for metric in own]}
+        told = self._session.gather_for("an evaluation", mine)
         figures = self._merged(told)
         self._session.times.eval += time.perf_counter() - begun
         return figures

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.comm.strings import SAME_ORDER
 from shoal.core import errors
 from shoal.core.atoms import cut
 from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
@@ -102,7 +103,8 @@ def describe(error: BaseException, session: Session | None) -> Failed:
         step=step,
         positions=positions,
         culprit=error.worker if isinstance(error, WorkerError) else None,
-        secondary=isinstance(error, GroupError),
+        # one that names what workers called differently is the cause itself
+        secondary=isinstance(error, GroupError) and SAME_ORDER not in str(error),
     )
 
 

@@ -270,17 +270,14 @@ class Session:
 
     def gather(self, tree: Any) -> list[Any]:
         """Every worker's `tree` of tensors and plain values, in order of rank. All workers must call it."""
-        self._ask_others()
-        mine = to_bytes(tree)
-        with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
-            told = self._group.gather_bytes(mine, STATE)
-        return [from_bytes(data) for data in told]
+        return self.gather_for("session.gather", tree)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all workers. All workers must call it."""
-        self._ask_others()
         total = tensor.detach().clone().contiguous()
-        with self.waiting(Phase.COMPUTE if self._place is None else self._place.sight().phase):
+        phase = Phase.COMPUTE if self._place is None else self._place.sight().phase
+        self.gather_for(f"session.sum of {str(total.dtype).removeprefix('torch.')} {tuple(total.shape)}", None)
+        with self.waiting(phase):
             self._group.sum(total, STATE).wait()
         return total
 
@@ -292,6 +289,14 @@ class Session:
             rehearsal.give_up("the loop asks other workers in its forward")
 
     # -- for the Trainer -----------------------------------------------------------------------------------------------
+
+    def gather_for(self, purpose: str, tree: Any) -> list[Any]:
+        """`gather`, for what `purpose` says: workers that are in different ones are told both."""
+        self._ask_others()
+        mine = to_bytes(tree)
+        with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
+            told = self._group.gather_bytes(mine, STATE, purpose)
+        return [from_bytes(data) for data in told]
 
     @property
     def group(self) -> Group:
@@ -383,7 +388,8 @@ class Session:
     def agree_on_stop(self) -> None:
         """All workers learn now, not with the next step, whether any of them was asked to stop."""
         if self.stopping is None:
-            self.stopping = next(filter(None, self.gather(self.channel.stop_asked())), None)
+            told = self.gather_for("the end of an evaluation", self.channel.stop_asked())
+            self.stopping = next(filter(None, told), None)
 
     def close(self) -> None:
         """Let go of the modules, and finish the checkpoint under way: also after a failure it is worth having."""

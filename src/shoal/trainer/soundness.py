@@ -32,7 +32,7 @@ def refuse_different(name: str, module: nn.Module, group: Group) -> None:
     """Before workers copy each other's tensors: they must have the same ones."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     mine = repr((name, [(each, tuple(tensor.shape), str(tensor.dtype)) for each, tensor in tensors])).encode()
-    told = group.gather_bytes(xxh3_64_digest(mine))
+    told = group.gather_bytes(xxh3_64_digest(mine), purpose=f"session.track({name}=...)")
     others = [worker for worker, digest in enumerate(told) if digest != told[0]]
     if others:
         raise ConfigError(
@@ -44,7 +44,7 @@ def refuse_different(name: str, module: nn.Module, group: Group) -> None:
 def refuse_parted(params: Params, group: Group) -> None:
     """After the first step: replicas must be equal, which a forward that changes parameters would break."""
     sums = [_digest(param) for _, param in params]
-    told = group.gather_bytes(b"".join(sums))
+    told = group.gather_bytes(b"".join(sums), purpose="the comparison of parameters after the first step")
     for number, (name, _) in enumerate(params):
         at = slice(8 * number, 8 * number + 8)
         if any(other[at] != told[0][at] for other in told):

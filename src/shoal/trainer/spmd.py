@@ -71,7 +71,7 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
                     explain(error, session)
                     raise
                 session.finish_saving()
-                values = session.gather(value)
+                values = session.gather_for("the end of the run", value)
             _farewell(store, world)
             return values
         finally:
@@ -98,7 +98,7 @@ def _device(world: World) -> torch.device:
 
 def _refuse_other_checkpoints(session: Session, loaded: Loaded | None) -> None:
     """Each worker has read the checkpoint itself; one that sees other files would train something else."""
-    found = session.gather(None if loaded is None else str(loaded.path.name))
+    found = session.gather_for("the start of the run", None if loaded is None else str(loaded.path.name))
     if any(name != found[0] for name in found):
         said = ", ".join(f"worker {rank}: {name or 'none'}" for rank, name in enumerate(found))
         raise CheckpointError(

@@ -75,6 +75,7 @@ class Start:
         host: str | None,
         channel: Channel,
         reach: float = 10.0,
+        notes: bool = True,
     ) -> Group:
         """The group of all workers, once they have met."""
         return make_group(
@@ -88,6 +89,7 @@ class Start:
             run=self.run_id,
             warn=lambda text: channel.emit(Notice(step=0, text=text)),
             reach=reach,
+            notes=notes,
         )
 
     def elastic_session(
@@ -107,7 +109,8 @@ class Start:
         device = torch.device("cpu")
 
         def make_group(store: Any, rank: int, size: int) -> Group:
-            return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS)
+            # no notes: the coordinator, who keeps the store, watches the members itself
+            return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
 
         return Session(
             SoloGroup(),

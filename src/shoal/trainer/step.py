@@ -634,7 +634,7 @@ class Step:
         logs: dict[str, list[float]] = {}
         changes: list[Change] = []
         # in order of rank, hence of atoms: the sums do not depend on the number of workers
-        all_told = session.gather(mine)
+        all_told = session.gather_for(f"what step {self.number + 1} has to agree on", mine)
         for told in all_told:
             for _, name, total, weight in told["logs"]:
                 entry = logs.setdefault(name, [0.0, 0.0])
@@ -688,7 +688,8 @@ class Step:
     def _culprit(self) -> tuple[int | None, Sequence[Span], list[int]]:
         """The first worker whose loss is not finite (None if there is none), what it computes, its strange samples."""
         own = self._own_loss
-        told = self._session.gather(None if own - own == 0.0 else self._strange_samples())
+        strange = None if own - own == 0.0 else self._strange_samples()
+        told = self._session.gather_for(f"the end of step {self.number + 1}, which is not finite", strange)
         culprit = next((rank for rank, strange in enumerate(told) if strange is not None), None)
         return (None, (), []) if culprit is None else (culprit, self._loop.spans(self.samples, culprit), told[culprit])
 

@@ -66,7 +66,7 @@ def make_trained(
         raise ConfigError("the optimizer has no parameter that requires a gradient; set requires_grad=True on some")
     encoding = _encoding(optimizer, codec, params, former)
     exchange = make_exchange(group, params, by_atom=by_atom, knowledge=knowledge, encoding=encoding, seed=seed)
-    if len(set(group.gather_bytes(exchange.digest()))) > 1:
+    if len(set(group.gather_bytes(exchange.digest(), purpose="session.track of an optimizer"))) > 1:
         raise ConfigError(
             "the workers' models differ in their parameters, or in how far their codec is; build the same model on "
             "every worker"

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.account import Account
-from shoal.comm.backend import gather_bytes_by_rows
 from shoal.comm.group import CPU, AtOnce, Done, Work, bytes_of, numbers_of
 from shoal.comm.shm.memory import Memory
-from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, SWAP, other, said, what_of
+from shoal.comm.shm.notes import BARRIER, BROADCAST, GATHER, SCATTER, SWAP, other, what_of
 from shoal.comm.shm.plan import Plan
 from shoal.comm.shm.shared import NOTES, STAGE, Area, Channel, Shared, whole
 from shoal.comm.shm.work import Stage, Sum, whole_or_broken
+from shoal.comm.strings import gather_bytes_by_rows
 from shoal.core.traffic import CONTROL, GRADIENT, MEMORY
 
 _PLANS = 4096
@@ -158,8 +158,8 @@ class ShmGroup(AtOnce):
         self._end()
         return stacked
 
-    def gather_bytes(self, data: bytes, kind: str = CONTROL) -> list[bytes]:
-        return gather_bytes_by_rows(self.gather, data, kind)
+    def gather_bytes(self, data: bytes, kind: str = CONTROL, purpose: str = "gather_bytes") -> list[bytes]:
+        return gather_bytes_by_rows(self, data, kind, purpose)
 
     @whole_or_broken
     def broadcast(self, buffer: Tensor, kind: str = CONTROL) -> None:
@@ -310,13 +310,7 @@ class ShmGroup(AtOnce):
     def _check(self, number: int, members: Sequence[int] | None = None) -> None:
         stranger = self._shared.compare(number, self._peers if members is None else members)
         if stranger is not None:
-            mine, theirs = (self._shared.noted(number, member) for member in (self.rank, stranger))
-            at = "another operation" if mine == theirs else said(theirs)
-            self._shared.break_up(
-                f"as operation {number} {self._shared.name(self.rank)} has {said(mine)} and "
-                f"{self._shared.name(stranger)} {at}; all workers must call the same operations in the same order, "
-                "with the same buffers"
-            )
+            self._shared.break_up(self._shared.differing(number, stranger))
 
     # -- through the stage ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from shoal.comm.shm.shared import Channel, Layout, Shared
 from shoal.core.errors import GroupError
 
 _PROOF_SECONDS = 20.0
+_PROOF = -1
+"""The number of the proof among the notes: it is no operation."""
 
 
 def meet(
@@ -113,10 +115,10 @@ def _prove(shared: Shared) -> str:
     """Show the others a number and read theirs; what is wrong, if anything is."""
     ready = Channel(shared, 0)
     with suppress(GroupError):
-        shared.note(0, 1000 + shared.rank, shared.rank)
+        shared.note(_PROOF, 1000 + shared.rank, shared.rank)
         ready.tell_all(shared.peers)
         ready.hear_all(shared.peers)
-        wrong = [peer for peer in shared.peers if shared.noted(0, peer) != 1000 + peer]
+        wrong = [peer for peer in shared.peers if shared.noted(_PROOF, peer) != 1000 + peer]
         ready.tell_all(shared.peers)
         ready.hear_all(shared.peers)
         if wrong:

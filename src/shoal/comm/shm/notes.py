@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.comm.strings import hint
 from shoal.core.errors import ConfigError
 
 _DTYPES = (
@@ -48,5 +49,5 @@ def other(operation: int, size: int) -> int:
 def said(what: int) -> str:
     size, code = what >> 8, what & 0xFF
     if code in _OTHERS:
-        return f"{_OTHERS[code]} of {size} bytes"
+        return f"{_OTHERS[code]} of {size} bytes{hint(size) if code == SWAP else ''}"
     return f"a sum of {size} bytes of {str(_DTYPES[code]).removeprefix('torch.')}"

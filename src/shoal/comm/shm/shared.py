@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import REVOKED
+from shoal.comm.shm.notes import said
 from shoal.comm.shm.segment import Segment
 from shoal.comm.shm.semaphores import SLICE, SLOT, create, poster, sleep_for, taker
+from shoal.comm.strings import SAME_ORDER
 from shoal.core.errors import GroupError
 
 STAGE = 1 << 20
@@ -32,6 +34,8 @@ _LOOK_SECONDS = 0.02
 """How often a wait looks whether the others are alive."""
 _GRACE_SECONDS = 0.2
 """How long a wait goes on after a member has left that it does not wait for itself: that one may have been done."""
+_STRAY_SECONDS = 1.0
+"""How long a wait goes on before it looks whether the others are in another operation, where none would hear of it."""
 
 
 class Layout:
@@ -124,6 +128,7 @@ class Wait:
         self._member = member
         self._began = self._looked = time.monotonic()
         self._missed: float | None = None
+        self._strayed = ""
         self.text = ""
         self.culprit: int | None = None
 
@@ -135,9 +140,14 @@ class Wait:
             return False
         self._looked = now
         gone = shared.gone()
+        strayed, before = shared.strayed(gone) if gone else self._stray(now), self._strayed
+        self._strayed = strayed
         if gone:
             self.culprit = shared.first_gone(gone)
-        if self._member is not None and self._member in gone and self._member == self.culprit:
+        if strayed and (gone or strayed == before):
+            # twice, where others may be writing at this moment
+            self.text = strayed
+        elif self._member is not None and self._member in gone and self._member == self.culprit:
             self.text = f"{shared.name(self._member)} has ended or left while {shared.name(shared.rank)} waited for it"
         elif self.culprit is not None:
             self._missed = now if self._missed is None else self._missed
@@ -147,6 +157,9 @@ class Wait:
             awaited = "another host" if self._member is None else f"{shared.name(self._member)}, which is alive"
             self.text = f"{shared.name(shared.rank)} waited {shared.timeout:.0f} s for {awaited}"
         return bool(self.text)
+
+    def _stray(self, now: float) -> str:
+        return self._shared.strayed(self._shared.peers) if now - self._began > _STRAY_SECONDS else ""
 
 
 class Shared:
@@ -171,6 +184,7 @@ class Shared:
         self._names = list(names)
         self._words = control.words
         self._first_note = self.layout.notes // 8
+        self._latest = -1
         self._blames = self._first_note + self.size * NOTES * _NOTE_WORDS
 
     def name(self, member: int) -> str:
@@ -187,7 +201,8 @@ class Shared:
         at = self._note(self.rank, number)
         self._words[at] = what
         self._words[at + 1] = where
-        self._words[at + 2] = number
+        self._words[at + 2] = number + 1  # nobody has noted 0
+        self._latest = number
 
     def compare(self, number: int, members: Sequence[int]) -> int | None:
         """A member whose note of operation `number` differs from this one's; None if all agree."""
@@ -201,6 +216,27 @@ class Shared:
 
     def noted(self, number: int, member: int) -> int:
         return self._words[self._note(member, number)]
+
+    def strayed(self, members: Sequence[int]) -> str:
+        """In words, what this member and one of these do as the same operation, if that differs."""
+        for number in range(max(0, self._latest - NOTES + 1), self._latest + 1):
+            at = self._note(self.rank, number)
+            mine = self._words[at : at + _NOTE_WORDS].tolist()
+            for member in members:
+                at = self._note(member, number)
+                theirs = self._words[at : at + _NOTE_WORDS].tolist()
+                if theirs[-1] == mine[-1] == number + 1 and theirs != mine:
+                    return self.differing(number, member)
+        return ""
+
+    def differing(self, number: int, member: int) -> str:
+        """In words, that this member and another one do different things as this operation."""
+        mine, theirs = (self.noted(number, each) for each in (self.rank, member))
+        at = "another operation" if mine == theirs else said(theirs)
+        return (
+            f"as operation {number} {self.name(self.rank)} has {said(mine)} and {self.name(member)} {at}; "
+            f"{SAME_ORDER}, with the same buffers"
+        )
 
     def _note(self, member: int, number: int) -> int:
         return self._first_note + (member * NOTES + number % NOTES) * _NOTE_WORDS
