@@ -920,6 +920,31 @@ def test_sums_of_different_shapes_are_told_both() -> None:
         shoal.launch(lambda session: session.sum(torch.ones(2 + session.rank)), workers=2)
 
 
+def test_tracked_modules_start_equal_however_a_worker_has_made_them() -> None:
+    """In the tensors that they have: an optimizer made of them before trains them."""
+
+    def fn(session: Session) -> dict[str, Any]:
+        torch.manual_seed(session.rank)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        net[1].running_mean.fill_(float(session.rank))
+        own = [param.detach().clone() for param in net.parameters()]
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+        session.track(net=net, optimizer=optimizer)
+        start = [param.detach().clone() for param in net.parameters()]
+        mean = net[1].running_mean.clone()
+        for step in session.steps(DATA, batch_size=20, steps=1):
+            for batch in step:
+                step.backward(mse(net, batch))
+            step.apply(optimizer)
+        return {"own": own, "start": start, "mean": mean, "end": list(net.parameters())}
+
+    first, second = shoal.launch(fn, workers=2)
+    assert all(torch.equal(one, other) for one, other in zip(first["own"], second["start"], strict=True))
+    assert not torch.equal(second["own"][0], second["start"][0]) and not second["mean"].any()
+    assert all(torch.equal(one, other) for one, other in zip(first["end"], second["end"], strict=True))
+    assert not torch.equal(first["end"][0], first["start"][0])
+
+
 # -- a graph of one phase in the next ----------------------------------------------------------------------------------
 
 

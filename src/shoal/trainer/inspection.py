@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.trainer.channel import DirectChannel
 from shoal.trainer.hooks import find_bent
 from shoal.trainer.saying import say
-from shoal.trainer.soundness import fingerprint
+from shoal.trainer.soundness import fingerprint, is_plain
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
@@ -197,7 +197,7 @@ class Inspection:
             say(self._session, text.format(name=name))
 
     def _fingerprints(self) -> dict[str, bytes]:
-        return {name: fingerprint(param) for name, param in self._session.named_params() if _is_plain(param)}
+        return {name: fingerprint(param) for name, param in self._session.named_params() if is_plain(param)}
 
 
 def _is_looked_at(count: int) -> bool:
@@ -211,7 +211,3 @@ def _mark(param: Tensor) -> _Mark | None:
 
 def _weighs(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
-
-
-def _is_plain(param: Tensor) -> bool:
-    return param.layout is torch.strided and param.device.type != "meta"

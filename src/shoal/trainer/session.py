@@ -51,7 +51,7 @@ from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.trainer.replica import Replica
 from shoal.trainer.restore import restore
 from shoal.trainer.saving import Saving
-from shoal.trainer.soundness import digest_of, refuse_different, refuse_not_finite, refuse_parted
+from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
 from shoal.trainer.together import likely_together
@@ -636,11 +636,11 @@ class Session:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _share(self, name: str, module: nn.Module) -> None:
-        if self._starts_equal:
+        """Where each worker has made a module itself: all get the values of worker 0, in the tensors that they have."""
+        if self._starts_equal or refuse_different(name, module, self._group):
             return
-        refuse_different(name, module, self._group)
         with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
+            for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
                 plain = tensor.detach().contiguous()
                 self._group.broadcast(plain, PARAMETER)
                 tensor.copy_(plain)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64_digest
 
 from shoal.comm.group import Group
 from shoal.core.errors import ConfigError, NotFiniteError
 
 Params = Sequence[tuple[str, nn.Parameter]]
+Tensors = Sequence[tuple[str, Tensor]]
 
 
 def refuse_not_finite(params: Params, step: int) -> None:
@@ -28,17 +30,20 @@ def refuse_not_finite(params: Params, step: int) -> None:
             )
 
 
-def refuse_different(name: str, module: nn.Module, group: Group) -> None:
-    """Before workers copy each other's tensors: they must have the same ones."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    mine = repr((name, [(each, tuple(tensor.shape), str(tensor.dtype)) for each, tensor in tensors])).encode()
-    told = group.gather_bytes(xxh3_64_digest(mine), purpose=f"session.track({name}=...)")
-    others = [worker for worker, digest in enumerate(told) if digest != told[0]]
+def refuse_different(name: str, module: nn.Module, group: Group) -> bool:
+    """All workers must have the same tensors; whether they have the same values in them, too."""
+    tensors = [pair for pair in (*module.named_parameters(), *module.named_buffers()) if not is_lazy(pair[1])]
+    form = repr((name, [(each, tuple(tensor.shape), str(tensor.dtype)) for each, tensor in tensors])).encode()
+    values = [(each, tensor) for each, tensor in tensors if is_plain(tensor)]
+    mine = xxh3_64_digest(form) + digest_of(values)
+    told = group.gather_bytes(mine, purpose=f"session.track({name}=...)")
+    others = [worker for worker, theirs in enumerate(told) if theirs[:8] != told[0][:8]]
     if others:
         raise ConfigError(
             f"the model {name!r} of worker {others[0]} has other parameters or buffers than that of worker 0 (their "
             "names, shapes or types differ); build the same model on every worker"
         )
+    return all(theirs == told[0] for theirs in told)
 
 
 def refuse_parted(params: Params, group: Group) -> None:
@@ -56,9 +61,15 @@ def refuse_parted(params: Params, group: Group) -> None:
             )
 
 
-def digest_of(params: Params) -> bytes:
-    """Equal where all parameters are bitwise equal."""
-    return xxh3_64_digest(b"".join(_digest(param) for _, param in params))
+def digest_of(tensors: Tensors) -> bytes:
+    """Equal where all of them are bitwise equal."""
+    digest: bytes = xxh3_64_digest(b"".join(_digest(tensor) for _, tensor in tensors))
+    return digest
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is all its values, one after the other."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def fingerprint(param: Tensor) -> bytes:

@@ -59,6 +59,8 @@ class Start:
     loaded: Loaded | None = None
     kept: str = "with a checkpoint"
     """What is left of a run that a signal ends, in the words that follow `stopping after the step in progress`."""
+    made_before: bool = False
+    """Whether model and data were made before the workers parted: then all have the same ones."""
 
     @property
     def logs(self) -> Path | None:
@@ -148,7 +150,6 @@ class Start:
         channel: Channel,
         device: torch.device,
         *,
-        starts_equal: bool,
         place: Place | None = None,
     ) -> Session:
         saving = self.saving(channel)
@@ -164,7 +165,7 @@ class Start:
             saving=saving,
             loaded=self.loaded,
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,
-            starts_equal=starts_equal,
+            starts_equal=self.made_before or group.size == 1,
             place=place,
             run_id=self.run_id,
             run_dir=None if self.run_dir is None else str(self.run_dir),

@@ -126,7 +126,7 @@ def _worker(
         group = start.group(store, rank, workers, torch.device("cpu"), host=address, channel=channel)
         on_board = board.place(rank)
         on_board.begin(os.getpid())
-        session = start.session(group, channel, torch.device("cpu"), starts_equal=True, place=on_board)
+        session = start.session(group, channel, torch.device("cpu"), place=on_board)
         vigil = Vigil(board, rank, workers, GROUP_TIMEOUT.total_seconds(), channel.urge)
         watched = vigil.kept() if workers > 1 else nullcontext()
         with deterministic_algorithms(start.deterministic), watched, flushing(channel):

@@ -319,6 +319,7 @@ class Trainer(Configured):
                     keep=self.keep,
                     meta={"run_id": place.run_id, "workers": self.workers},
                     loaded=loaded,
+                    made_before=not is_spmd(self.engine),
                 )
                 self._resume_read = True  # a callback that evaluates must not change the model meanwhile
                 values = self._train(start, watch, signals)
@@ -606,7 +607,8 @@ class Trainer(Configured):
         settings.current().entered += 1
         try:
             loaded = self._take_weights()
-            start = Start(seed=self.seed, collective=self.collective, loaded=loaded)
+            before = not is_spmd(self.engine)
+            start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
             return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
         except ShoalError as error:
             raise error.with_traceback(None) from None
