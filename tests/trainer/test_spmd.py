@@ -105,6 +105,12 @@ def everything():
     folds = shoal.cross_validate(trainer(make(100 + rank), epochs=1), folds=2)
     out["folds"] = [folds.folds, folds.mean]
     out["launch"] = shoal.launch(lambda session: [session.rank, session.workers], workers=3)
+    own, _ = torch.utils.data.random_split(DATA, [40, 20], torch.Generator().manual_seed(rank))
+    for name, options in (("data", {"data": own}), ("eval_data", {"eval_data": own})):
+        try:
+            trainer(net, **options).fit()
+        except shoal.ConfigError as error:
+            out[name] = str(error)
 
 
 def fit():
@@ -263,6 +269,8 @@ def test_torchrun_does_what_forked_workers_do(folder: Path, task: dict[str, Any]
     folds = shoal.cross_validate(task["trainer"](task["make"](100), epochs=1), folds=2)
     for found, expected in zip(first["folds"][0], folds.folds, strict=True):
         assert found == pytest.approx(expected)
+    for name in ("data", "eval_data"):
+        assert re.match(rf"{name}\[\d+\] is another item on worker 1 than on worker 0; each worker has", first[name])
     # the launcher's number counts, and that is said
     assert first["launch"] == [[0, 2], [1, 2]]
     assert "workers=3, but torchrun has started 2" in job.said()

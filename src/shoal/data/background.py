@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import torch
 
 from shoal.core.errors import DataError
 from shoal.core.traces import own_traceback, place_of
-from shoal.data.fetch import Fetcher, Positions, Request
+from shoal.data.fetch import Positions, Request
 from shoal.data.parcel import seal, unseal
 from shoal.data.tree import Unpackable
 from shoal.engines.activity import Activity
@@ -44,6 +44,16 @@ _SWITCH_SECONDS = 0.0001
 """In a loader process: how long pure Python code may keep the interpreter from the thread that sends."""
 
 _Outgoing: TypeAlias = tuple[bytes, Sequence[memoryview]]
+
+
+class Source(Protocol):
+    """What a loader process fetches from."""
+
+    activity: Activity
+    """Where it notes what it is at."""
+
+    def fetch(self, request: Request) -> list[Any]:
+        """For each `Positions` of `request` what is wanted of it. Whatever it raises is told to who has asked."""
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -94,7 +104,7 @@ class LoaderProcess:
 
     def __init__(
         self,
-        sources: Mapping[str, Fetcher],
+        sources: Mapping[str, Source],
         siblings: Iterable[LoaderProcess],
         close_fds: Iterable[int],
         waiting: Activity,
@@ -259,15 +269,15 @@ def _shed(links: Iterable[Link], descriptors: Iterable[int]) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-def _serve(link: Link, sources: Mapping[str, Fetcher], activity: Activity) -> None:
+def _serve(link: Link, sources: Mapping[str, Source], activity: Activity) -> None:
     """Answer in order until the link closes.
 
     A thread sends, so that the next request is fetched while an answer waits to be taken, and so that an
     answer on its way never keeps the worker from asking (each would wait for the other). There are never more
     answers in the queue than requests asked.
     """
-    for fetcher in sources.values():
-        fetcher.activity = activity
+    for source in sources.values():
+        source.activity = activity
     answers: SimpleQueue[_Outgoing] = SimpleQueue()
     threading.Thread(target=_send_all, args=(link, answers), daemon=True).start()
     while True:
@@ -294,7 +304,7 @@ def _send_all(link: Link, answers: SimpleQueue[_Outgoing]) -> None:
         os._exit(1)
 
 
-def _answer(header: bytes, indices: bytearray, sources: Mapping[str, Fetcher]) -> _Outgoing:
+def _answer(header: bytes, indices: bytearray, sources: Mapping[str, Source]) -> _Outgoing:
     ask = msgspec.msgpack.decode(header, type=_Ask)
     try:
         batches = sources[ask.source].fetch(_requested(ask, indices))

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from shoal.data.finder import Finder
 from shoal.data.generators import Draws, global_sources
 from shoal.draws.calls import Calls
 from shoal.engines.activity import Activity, Call
+
+Made = TypeVar("Made")
 
 _SPREAD = 0x9E37_79B9_7F4A_7C15
 """2⁶⁴ divided by the golden ratio: multiples of it differ in all their bits."""
@@ -88,6 +90,11 @@ class Fetcher:
         finally:
             self.activity.done()
 
+    def items(self, wanted: Positions) -> list[Any]:
+        """The samples themselves, uncollated."""
+        indices = list(map(as_int, wanted.indices))
+        return self._looking_again(lambda: self._items(indices, wanted))
+
     def parts(self, wanted: Positions) -> Callable[[int, int], Any]:
         """For trials: a function that collates the samples start … stop−1 of these, from copies of the same items."""
         indices = list(map(as_int, wanted.indices))
@@ -111,17 +118,20 @@ class Fetcher:
             except Exception:
                 # item by item finds out which index is wrong, and why
                 pass
-        batch = self._made(indices, wanted)
+        return self._looking_again(lambda: self._made(indices, wanted))
+
+    def _looking_again(self, make: Callable[[], Made]) -> Made:
+        made = make()
         if self._looked_again:
-            return batch
+            return made
         self._looked_again = True
         found = self._finder.more()
         if not found:
-            return batch
+            return made
         # generators that were made with the first items: nothing is known about what they were made from
         self._draws.add(found)
         self._collate_draws.add(found)
-        return self._made(indices, wanted)
+        return make()
 
     def _made(self, indices: list[int], wanted: Positions) -> Any:
         while True:
@@ -266,6 +276,11 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError("not a plain tensor")
     return torch.index_select(tensor, 0, rows)
+
+
+def runs_no_code(data: Any) -> bool:
+    """Whether items are had without calling anything of the user's."""
+    return type(data) is list or _Rows.of(data) is not None
 
 
 def check_data(data: Any, name: str, collate: Callable[[list[Any]], Any] | None = None) -> int:

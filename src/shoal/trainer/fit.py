@@ -141,6 +141,8 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
         text += f"{recipe.total_steps}; for more, raise epochs= or steps="
         session.channel.emit(Notice(step=session.resumed_step, text=text))
     stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
+    if recipe.eval_data is not None:
+        session.compare_data(recipe.eval_data, "eval_data")
     evaluation = _Evaluation(session, model, recipe, average, record, schedule if stepped_on_eval else None)
     try:
         for step in session.steps(

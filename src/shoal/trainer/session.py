@@ -50,6 +50,7 @@ from shoal.trainer.proof.proof import Proof
 from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.trainer.replica import Replica
 from shoal.trainer.restore import restore
+from shoal.trainer.same_data import SameData
 from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
@@ -138,6 +139,7 @@ class Session:
         self._loaded = loaded
         self._spare_cores = spare_cores
         self._starts_equal = starts_equal
+        self._same_data = SameData(self)
         self._replica = Replica()
         self._trained: dict[int, Trained] = {}
         self._untrained: list[nn.Parameter] | None = None
@@ -215,6 +217,7 @@ class Session:
         start = self._enter_loop(course)
         if start is None or self.stopping is not None:
             return
+        self.compare_data(data, "data", batch_size=batch_size, steps=total)
         self._origin = start
         if self.standing is not None:
             start = self._take_part(self.standing, total)
@@ -297,6 +300,11 @@ class Session:
         with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
             told = self._group.gather_bytes(mine, STATE, purpose)
         return [from_bytes(data) for data in told]
+
+    def compare_data(self, data: Any, name: str, **facts: int) -> None:
+        """Where each worker has made its data itself, all must have made the same; see `SameData.refuse_other`."""
+        if not self._starts_equal:
+            self._same_data.refuse_other(data, name, **facts)
 
     @property
     def group(self) -> Group:

@@ -593,6 +593,7 @@ class Trainer(Configured):
 
     def _part(self, session: Session, data: Any) -> Part:
         recipe = self.recipe
+        session.compare_data(data, "data")
         batch = recipe.eval_batch(session.workers)
         return Part(session, data, recipe.collate, batch=batch, data_workers=recipe.data_workers, name="data")
 
