@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from shoal.data import likeness
 from shoal.data.likeness import UNKNOWN, differing, digest, digests_of, some_indices
 
 ROW = torch.arange(6.0)
@@ -130,6 +131,12 @@ class Slow(Data):
         return index
 
 
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy, too."""
+    monkeypatch.setattr(likeness, "_SECONDS", 20.0)
+
+
 def found(data: Any, *indices: int) -> list[bytes]:
     return digests_of(data, indices, name="data", key=7)
 
@@ -149,9 +156,10 @@ def test_what_is_drawn_for_an_item_is_the_same_for_all_who_ask() -> None:
     assert found(Unkeyed(), 1) != found(Unkeyed(), 1)
 
 
-def test_what_cannot_be_fetched_or_takes_long_is_not_known() -> None:
+def test_what_cannot_be_fetched_or_takes_long_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = found(Torn(), 2, 3, 4)
     assert second == UNKNOWN and UNKNOWN not in (first, third)
+    monkeypatch.setattr(likeness, "_SECONDS", 0.03)
     assert [one == UNKNOWN for one in found(Slow(), 1, 2, 3)] == [False, True, True]
 
 
