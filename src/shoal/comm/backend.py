@@ -228,9 +228,10 @@ class BackendGroup:
             except BaseException as error:
                 self.give_up(f"{type(error).__name__} interrupted a {what} over the group")
                 raise
-            self._tell_where()
-            self.give_up(trouble)
-            self._broken = self._strayed(trouble) or self._broken
+            if not self._broken:  # else the host broke meanwhile, and why is known
+                self._tell_where()
+                self.give_up(trouble)
+                self._broken = self._strayed(trouble) or self._broken
         raise GroupError(self._broken)
 
     def give_up(self, why: str) -> None:
