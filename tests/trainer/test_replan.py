@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import lr_scheduler as schedules
 
 from shoal.core.errors import CheckpointMismatch
 from shoal.trainer.replan import new_length, refuse_longer_cycle
+from shoal.trainer.served_saving import replanned
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
 
@@ -126,3 +128,12 @@ def test_a_longer_one_cycle_is_refused_and_a_shorter_one_is_not(wrap: Callable[[
         refuse_longer_cycle(made(make, NEW), state, "here")
     refuse_longer_cycle(made(make, OLD), state, "here")
     refuse_longer_cycle(made(make, DONE), state, "here")
+
+
+def test_it_is_said_of_a_schedule_that_servers_step() -> None:
+    optimizer, state = made(MAKERS["cosine"], NEW).optimizer, made(MAKERS["cosine"], OLD, DONE).state_dict()
+    setup: Any = SimpleNamespace(
+        make_schedule=lambda o: MAKERS["cosine"](o, NEW), schedule_state=state, total=NEW, optimizer=optimizer
+    )
+    assert "T_max is 20, not 40" in (replanned(setup, OLD) or "")
+    assert replanned(setup, NEW) is None and replanned(setup, None) is None
