@@ -196,8 +196,7 @@ def test_events_tell_every_step_once_and_what_servers_did() -> None:
     assert last.staleness[0] == sum(last.staleness) > 0  # nothing is stale in bsp
 
 
-@pytest.mark.parametrize("apply", ["step", "arrival"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("apply", "servers"), [("arrival", 1), ("arrival", 2), ("step", 2)])
 def test_the_account_has_every_gradient_and_all_weights_once(apply: str, servers: int) -> None:
     """On one host: in shared memory. What servers were pushed is what workers gave them."""
     seen: dict[int, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from shoal import Notice, Trainer
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.trainer.idle import idle_words
-from shoal.trainer.together import has_lone, likely_together, sizes_of
+from shoal.trainer.together import has_lone, likely_together, refusal, sizes_of
 
 
 def flat() -> nn.Module:
@@ -65,21 +66,19 @@ def test_where_a_sample_has_several_values_per_channel_one_is_enough() -> None:
     assert not [event.text for event in said if isinstance(event, Notice) and "single" in event.text]
 
 
-def test_a_run_that_ends_before_the_short_step_is_none_of_it() -> None:
-    assert trainer(flat(), 33, steps=2, workers=1).fit().steps == 2
-
-
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("course", "samples", "limit", "apart", "words"),
     [
-        ({"micro_batch": 1}, "micro_batch=1: .* set micro_batch=2 or more"),
-        ({"batch_size": 1}, "batch_size=1: .* set batch_size=2 or more"),
-        ({"deterministic": True}, "a step of 8 samples .*16 or more in every step"),
+        (Course(40, 16), 16, 1, False, "micro_batch=1: .* set micro_batch=2 or more"),
+        (Course(40, 1), 1, None, False, "batch_size=1: .* set batch_size=2 or more"),
+        (Course(40, 16), 8, None, True, "a step of 8 samples .*16 or more in every step"),
+        (Course(33, 16), 1, None, False, "set batch_size=15"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        trainer(flat(), 40, workers=1, **options).fit()
+def test_what_cannot_be_is_refused_by_name(
+    course: Course, samples: int, limit: int | None, apart: bool, words: str
+) -> None:
+    assert re.search(words, refusal(course, samples, limit, apart=apart))
 
 
 def test_an_own_loop_computes_two_at_a_time() -> None:

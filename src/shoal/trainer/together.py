@@ -45,7 +45,7 @@ def samples_together(session: Session, model: nn.Module, recipe: Recipe, *, star
         return least
     left = lone(2)
     if left:
-        raise ConfigError(_refusal(course, left[0], limit, apart=apart))
+        raise ConfigError(refusal(course, left[0], limit, apart=apart))
     return 2
 
 
@@ -89,7 +89,8 @@ def _fails_alone(session: Session, model: nn.Module, recipe: Recipe) -> bool:
     return rehearsal.finding is not None and _ALONE in rehearsal.finding.detail
 
 
-def _refusal(course: Course, samples: int, limit: int | None, *, apart: bool) -> str:
+def refusal(course: Course, samples: int, limit: int | None, *, apart: bool) -> str:
+    """Why a step of so many samples cannot be computed, and what to set."""
     norm = "BatchNorm in train mode cannot normalise a single sample"
     if limit == 1:
         return f"micro_batch=1: {norm}; set micro_batch=2 or more"
