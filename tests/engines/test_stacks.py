@@ -36,12 +36,15 @@ def asked(stacks: Stacks, pid: int, word: str) -> str:
     return stack
 
 
+_LIBRARY = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
+
+
 def sleep() -> None:
     time.sleep(60)
 
 
 def hold_the_lock() -> None:
-    ctypes.PyDLL(None).sleep(60)
+    _LIBRARY.sleep(60)
 
 
 @pytest.mark.parametrize("stuck", [sleep, hold_the_lock])
