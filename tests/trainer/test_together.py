@@ -174,7 +174,7 @@ def test_an_own_loop_says_it_too() -> None:
         optimizer = sgd(net.parameters())
         session.track(net=net, optimizer=optimizer)
         for _ in range(2):
-            for step in session.steps(torch.randn(2, 4), batch_size=1):
+            for step in session.steps(torch.ones(2, 4), batch_size=1):
                 for batch in step:
                     step.backward(loss(net, batch))
                 step.apply(optimizer)
