@@ -219,9 +219,9 @@ def kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     """Kills the process with this name: server-1, worker-0."""
 
     def named(kind: str, be: Callable[..., None]) -> Callable[..., None]:
-        def main(number: int, *given: Any) -> None:
+        def main(number: int, *given: Any, **options: Any) -> None:
             (tmp_path / f"{kind}-{number}").write_text(str(os.getpid()))
-            be(number, *given)
+            be(number, *given, **options)
 
         return main
 

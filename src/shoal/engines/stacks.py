@@ -16,8 +16,8 @@ from pathlib import Path
 from shoal.core.traces import dumped_stack
 from shoal.wire.link import milliseconds
 
-SIGNAL = signal.SIGRTMAX - 3
-"""One that neither Python nor people use."""
+SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""One that neither Python nor people use, where there is such. Elsewhere nobody is asked: there is no /proc."""
 _FIRST_SECONDS = 0.5
 """For the first line to come. From a process that can take signals it does within a millisecond."""
 _NEXT_SECONDS = 0.05
@@ -28,12 +28,14 @@ class Stacks:
     """Made by who asks, before it forks those that may be asked. `answer` is for these; their children answer, too."""
 
     def __init__(self) -> None:
-        # not blocking: what does not fit is lost, and the handler of a signal must not wait
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)  # what does not fit is lost: the handler of a signal must not wait
 
     def answer(self) -> None:
         """In a process that may be asked: from now on, it answers."""
-        faulthandler.register(SIGNAL, file=self._write, all_threads=False)
+        if SIGNAL != signal.SIGUSR2:
+            faulthandler.register(SIGNAL, file=self._write, all_threads=False)
 
     def ask(self, pid: int) -> str:
         """The stack of the main thread of a process, innermost last; "" if it cannot be had. Waits half a second."""

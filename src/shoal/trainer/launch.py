@@ -96,12 +96,12 @@ def launch(
     except KeyboardInterrupt as error:
         for text in getattr(error, "__notes__", ()):
             print(f"shoal: {text}", file=sys.stderr)
-        raise _stopped(Interrupted, "ended at once by a second Ctrl-C", folder) from None
+        raise _stopped(Interrupted, "ended at once by a second Ctrl-C", folder, watch) from None
     finally:
         watch.close()
     for reason, kind in ((PREEMPTED, Preempted), (INTERRUPTED, Interrupted)):
         if reason == (signals.asked or values[0]["stopping"]):
-            raise _stopped(kind, f"{reason} by a signal", folder)
+            raise _stopped(kind, f"{reason} by a signal", folder, watch)
     return [value["value"] for value in values]
 
 
@@ -129,8 +129,11 @@ def _run(
     return values
 
 
-def _stopped(kind: type[Preempted] | type[Interrupted], what: str, folder: Path | None) -> Preempted | Interrupted:
-    stopped = kind(f"shoal: {what}; {_what_is_left(folder)}")
+def _stopped(
+    kind: type[Preempted] | type[Interrupted], what: str, folder: Path | None, watch: Watch
+) -> Preempted | Interrupted:
+    left = f"; {_what_is_left(folder)}" if watch.began or folder is not None else ""  # else nothing was trained
+    stopped = kind(f"shoal: {what}{left}")
     print(stopped.message, file=sys.stderr, flush=True)
     return stopped
 

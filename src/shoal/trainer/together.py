@@ -34,7 +34,7 @@ def samples_together(session: Session, model: nn.Module, recipe: Recipe, *, star
     """
     if not uses_batch_statistics(model):
         return least
-    course = Course(check_data(recipe.data, "data"), recipe.batch_size)
+    course = Course(check_data(recipe.data, "data", recipe.collate), recipe.batch_size)
     sizes, limit, apart = sizes_of(course, start, recipe.total_steps), recipe.micro_batch, session.deterministic
 
     def lone(least: int) -> list[int]:
