@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FIRST = ("trainer", "elastic")
+FIRST = ("trainer",)
 """Folders that take about half of the time."""
 
 

@@ -132,7 +132,7 @@ def _run(
 def _stopped(
     kind: type[Preempted] | type[Interrupted], what: str, folder: Path | None, watch: Watch
 ) -> Preempted | Interrupted:
-    left = f"; {_what_is_left(folder)}" if watch.trains else ""
+    left = f"; {_what_is_left(folder)}" if watch.started else ""
     stopped = kind(f"shoal: {what}{left}")
     print(stopped.message, file=sys.stderr, flush=True)
     return stopped

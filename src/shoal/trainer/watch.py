@@ -118,8 +118,6 @@ class Watch:
         self._ended: RunEnded | None = None
         self._failed: RunFailed | None = None
         self.began = False
-        self.trains = False
-        """Whether a loop of steps has begun."""
         """Whether workers have begun to train: from then on the run leaves a record, however it ends."""
         self.started = False
         """Whether a loop has started: what it resumes has been found to fit."""
@@ -184,7 +182,6 @@ class Watch:
         if isinstance(event, RunStarted) and self._identity is not None:
             config = {name: setting.value for name, setting in self._identity.config.items()}
             event = msgspec.structs.replace(event, name=self._identity.name, config=config)
-        self.trains = self.trains or isinstance(event, RunStarted)
         self._note(event)
         self._display(event)
         if not isinstance(event, Preparing):
