@@ -36,7 +36,7 @@ def asked(stacks: Stacks, pid: int, word: str) -> str:
     return stack
 
 
-_LIBRARY = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
+c_sleep = ctypes.PyDLL(None).sleep  # keeps the interpreter's lock
 
 
 def sleep() -> None:
@@ -44,7 +44,7 @@ def sleep() -> None:
 
 
 def hold_the_lock() -> None:
-    _LIBRARY.sleep(60)
+    c_sleep(60)
 
 
 @pytest.mark.parametrize("stuck", [sleep, hold_the_lock])
