@@ -166,3 +166,11 @@ def test_what_cannot_be_fetched_or_takes_long_is_not_known(monkeypatch: pytest.M
 def test_differing() -> None:
     told = [[b"a", b"b", b"", b"d"], [b"a", b"x", b"y", b""], [b"z", b"y", b"z", b"d"]]
     assert differing(told) == {0: 2, 1: 1}
+
+
+def test_texts_beside_tensors_do_not_count() -> None:
+    image = torch.arange(4.0)
+    one, two = ({"x": image, "path": f"/tmp/{name}/1.png"} for name in ("a", "b"))
+    assert digest(one) == digest(two)
+    assert digest({**one, "x": image + 1}) != digest(two)
+    assert digest(("good", torch.tensor(1))) != digest(("bad", torch.tensor(1)))

@@ -103,3 +103,19 @@ def test_a_file_that_was_refused_after_the_fork_is_named(monkeypatch: pytest.Mon
     (text,) = notices(None)
     assert text.startswith("/data/rows was open before") and "(Permission denied)" in text
     assert notices(None) == []
+
+
+log: Any = None
+
+
+class Logging(Holding):
+    """Its attribute has the name of something else."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.thing.log) + index
+
+
+def test_what_only_has_the_name_of_an_attribute_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "log", "w+") as file:
+        monkeypatch.setitem(globals(), "log", file)
+        assert Fetcher(Logging(3), None).notices == []

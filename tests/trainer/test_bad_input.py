@@ -304,6 +304,9 @@ def test_a_loss_that_is_not_finite_names_step_worker_and_gradient() -> None:
     assert isinstance(error.value, shoal.NotFiniteError)
     assert (error.value.step, error.value.worker) == (step, worker)
     assert error.value.positions is not None
+    with refused(shoal.NotFiniteError, f"the loss is nan in step {step + 1}") as error:
+        make(data=data, collate=lambda items: torch.stack(items[::-1])).fit()
+    assert "came with" not in str(error.value), "rows are in the order of the user's collate"
     assert error.value.positions[0] <= position_of(23) <= error.value.positions[1]
 
 

@@ -85,6 +85,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_names_of_other_libraries_are_known() -> None:
+    for name, meant in (("num_workers", "data_workers"), ("max_epochs", "epochs"), ("checkpoint_dir", "run_dir")):
+        with pytest.raises(TypeError, match=f"Did you mean '{meant}'"):
+            make(**{name: 2})
+
+
 @pytest.mark.parametrize("called", CALLS)
 def test_a_misspelt_argument_is_told_with_the_one_that_was_meant(called: str) -> None:
     call, meant = CALLS[called]

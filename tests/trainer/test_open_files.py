@@ -84,3 +84,19 @@ def test_a_connection_is_named_once_with_servers_too() -> None:
     ).fit()
     data.database.close()
     assert sum("data.database is a sqlite3.Connection" in text for text in told) == 1
+
+
+def test_a_connection_is_named_where_only_predictions_are_made(capfd: pytest.CaptureFixture[str]) -> None:
+    data = Connected()
+    trainer = shoal.Trainer(
+        nn.Linear(1, 1),
+        lambda model, batch: model(batch).pow(2).mean(),
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        [torch.ones(1)] * 4,
+        batch_size=4,
+        workers=2,
+        predict=lambda model, batch: batch,
+    )
+    assert trainer.predict(data).flatten().tolist() == [float(number) for number in range(32)]
+    data.database.close()
+    assert capfd.readouterr().err.count("data.database is a sqlite3.Connection") == 1

@@ -106,7 +106,7 @@ def test_the_words_name_what_stays_and_what_follows() -> None:
     assert "milestones is [10, 15], not [20, 30]" in (said("milestones", NEW) or "")
     assert "rises again" not in (said("cosine", 15) or "")
     # 0.1 × (1 − 12/20) before, and 0.1 × (1 − 12/40) by the function of now
-    assert (said("partial", NEW) or "").endswith("what they say now: 0.07 at step 12, where it was 0.04")
+    assert (said("partial", NEW) or "").endswith("what they say now (0.07 at step 12, where it was 0.04)")
 
 
 def test_a_schedule_of_ones_own_is_told_of() -> None:

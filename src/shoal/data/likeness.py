@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 from shoal.core.errors import DataError
 from shoal.core.keys import derive
 from shoal.data.fetch import Fetcher, Positions, Request, runs_no_code
-from shoal.data.tree import Unpackable
+from shoal.data.tree import Unpackable, leaves, mapped
 from shoal.engines.activity import Activity
 
 _MOST_ITEMS = 8
@@ -95,11 +95,29 @@ class _Digests:
 
 
 def digest(item: Any) -> bytes:
-    """Equal for equal items. Of a part whose values cannot be read, only the type counts."""
+    """Equal for equal items. Of a part whose values cannot be read, only the type counts.
+
+    Texts do not count beside tensors, arrays and images: there they may be paths in a folder of the process's own.
+    """
     found = xxh3_128()
-    _add(found, item)
+    _add(found, mapped(item, _textless, is_leaf=_is_value) if any(map(_is_content, leaves(item))) else item)
     result: bytes = found.digest()
     return result
+
+
+def _is_value(part: Any) -> bool:
+    return not isinstance(part, Mapping | list | tuple) and not (is_dataclass(part) and not isinstance(part, type))
+
+
+def _is_content(leaf: Any) -> bool:
+    """More than a label."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() > 1
+    return leaf.size > 1 if isinstance(leaf, np.ndarray) else hasattr(type(leaf), "__array_interface__")
+
+
+def _textless(leaf: Any) -> Any:
+    return "" if isinstance(leaf, str) else leaf
 
 
 def _add(found: Any, part: Any) -> None:

@@ -5,6 +5,7 @@ Looks and never asks: no method or property of the objects runs.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ _FEW_ITEMS = 8
 _VALUES = (str, bytes, bytearray, int, float, complex, type(None), Tensor, np.ndarray, np.generic, range, slice)
 _LEAVES = (*_VALUES, ModuleType, GetSetDescriptorType, MemberDescriptorType)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+
+_LOOKS_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 
 _Named = Iterator[tuple[str, Any]]
 
@@ -113,7 +116,8 @@ def _of_class(path: str, kind: type) -> _Named:
 def _of_function(path: str, function: FunctionType) -> _Named:
     code = function.__code__
     if not (_of_library(function.__module__) or _is_installed(code)):
-        yield from _used(path, function.__globals__, list(dict.fromkeys(_names(code))))
+        names = list(dict.fromkeys(_names(code)))
+        yield from _used(path, function.__globals__, [name for name in names if name in set(_globals(code))], names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         # a cell may still be empty
         with suppress(ValueError):
@@ -122,22 +126,31 @@ def _of_function(path: str, function: FunctionType) -> _Named:
     yield from _named(path, {**defaults, **(function.__kwdefaults__ or {}), **vars(function)})
 
 
-def _used(path: str, space: Mapping[str, Any], names: Sequence[str]) -> _Named:
-    """What these names stand for in a module, also as `module.name`."""
+def _used(path: str, space: Mapping[str, Any], names: Sequence[str], attributes: Sequence[str]) -> _Named:
+    """What these names stand for in a module, also as `module.attribute`."""
     for name in names:
         value: Any = space.get(name)
         if not issubclass(type(value), ModuleType):
             yield f"{path}.{name}", value
         elif not _of_library(vars(value).get("__name__")):
-            yield from _used(f"{path}.{name}", vars(value), [other for other in names if other != name])
+            others = [other for other in attributes if other != name]
+            yield from _used(f"{path}.{name}", vars(value), others, others)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function looks up in its module, and its attributes; those of functions inside it too."""
+    """All names that a function looks up, also as attributes; those of functions inside it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Those of its names that it looks up in its module. An attribute of the same name is something else."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in _LOOKS_UP)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
 def _named(path: str, values: Mapping[Any, Any]) -> _Named:

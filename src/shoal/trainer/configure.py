@@ -83,11 +83,30 @@ def spelt(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
+_ELSEWHERE = {
+    "num_workers": "data_workers",
+    "n_workers": "workers",
+    "world_size": "workers",
+    "nproc": "workers",
+    "checkpoint_dir": "run_dir",
+    "output_dir": "run_dir",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "gradient_clip": "clip",
+    "max_norm": "clip",
+    "collate_fn": "collate",
+    "scheduler": "schedule",
+}
+"""Names that other libraries have for the same, where the nearest by letters would be something else."""
+
+
 def _refuse_unknown(signature: inspect.Signature, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """In the words of newer Pythons, which know the nearest name."""
     for name in given:
         if name not in signature.parameters:
-            near = get_close_matches(name, signature.parameters, n=1)
+            known = _ELSEWHERE.get(name)
+            near = [known] if known in signature.parameters else get_close_matches(name, signature.parameters, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
 

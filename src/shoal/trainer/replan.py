@@ -46,7 +46,8 @@ def new_length(schedule: Any, made: Any, kept: Any, planned: int | None, total: 
         anew = "For another one, start a new run from these weights"
         return f"{begin}; it keeps its former shape: {', '.join(stays)}{after}. {anew}"
     if any(not state for _, new, _ in parts for state in new.get("lr_lambdas", ())):
-        return f"{begin}; functions are not in a checkpoint, so its rate is what they say now{_jump(schedule, kept)}"
+        now = f"from the second step on its rate is what they say now{_jump(schedule, kept)}"
+        return f"{begin}; functions are not in a checkpoint, so {now}"
     if not type(schedule).__module__.startswith("torch."):
         return f"{begin}; what its state in the checkpoint says of its shape stays as it was"
     return None  # its shape does not depend on the length
@@ -87,4 +88,4 @@ def _jump(schedule: Any, kept: Mapping[str, Any]) -> str:
         return ""
     step, before = kept["last_epoch"], float(kept["_last_lr"][0])
     now = float(kept["base_lrs"][0]) * schedule.lr_lambdas[0](step)
-    return "" if math.isclose(now, before, rel_tol=1e-6) else f": {now:.3g} at step {step}, where it was {before:.3g}"
+    return "" if math.isclose(now, before, rel_tol=1e-6) else f" ({now:.3g} at step {step}, where it was {before:.3g})"

@@ -694,7 +694,12 @@ class Step:
         return (None, (), []) if culprit is None else (culprit, self._loop.spans(self.samples, culprit), told[culprit])
 
     def _strange_samples(self) -> list[int]:
-        """Places in the step of this worker's samples that came with values that are not finite."""
+        """Places in the step of this worker's samples that came with values that are not finite.
+
+        Empty where the user collates: rows may be in another order then.
+        """
+        if self._loop.fetcher.collate is not None:
+            return []
         found: set[int] = set()
         for spans, batch in self._batches or ():
             found.update(spans[0].start + row for row in _strange_rows(batch, sum(span.samples for span in spans)))

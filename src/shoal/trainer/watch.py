@@ -69,9 +69,11 @@ class Watcher(Protocol):
 
 
 class Unwatched:
-    """For what is not worth a record: evaluation and prediction outside of a run."""
+    """For what is not worth a record: evaluation and prediction outside of a run. What a person should know is said."""
 
     def __call__(self, event: AnyEvent) -> Stop | None:
+        if isinstance(event, Notice) and not event.quiet:
+            self.urge(event.text)
         return None
 
     def tick(self) -> None:
