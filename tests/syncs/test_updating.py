@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.syncs.updating import update
 
@@ -47,7 +48,13 @@ def gradients(params: Sequence[Tensor], step: int) -> None:
 def watched(optimizer: Optimizer) -> list[Any]:
     """Fills with what the groups say about fused kernels while a step runs."""
     seen: list[Any] = []
-    optimizer.register_step_pre_hook(lambda made, *_: seen.extend(group.get("fused") for group in made.param_groups))
+    step: Any = optimizer.step
+
+    def stepping() -> None:
+        seen.extend(group.get("fused") for group in optimizer.param_groups)
+        step()
+
+    vars(optimizer)["step"] = stepping
     return seen
 
 
@@ -141,13 +148,48 @@ def test_a_failed_step_leaves_the_groups_as_they_were() -> None:
     optimizer = AdamW(params)
     gradients(params, 5)
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("hook")
+    def fail() -> None:
+        assert optimizer.param_groups[0]["fused"] is True
+        raise RuntimeError("step")
 
-    optimizer.register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="hook"):
+    vars(optimizer)["step"] = fail
+    with pytest.raises(RuntimeError, match="step"):
         update(optimizer)
     assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_hook_may_put_other_gradients_there(every: bool) -> None:
+    params, others = parameters(), parameters()
+    mine, theirs = AdamW(params), AdamW(others)
+
+    def turn(optimizer: Any, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            if param.dim() == 2:
+                param.grad = param.grad.t().contiguous().t()
+
+    handles = (
+        [register_optimizer_step_pre_hook(turn)]
+        if every
+        else [each.register_step_pre_hook(turn) for each in (mine, theirs)]
+    )
+    for step in range(3):
+        for each in (params, others):
+            gradients(each, step)
+        update(mine)
+        theirs.step()
+    for handle in handles:
+        handle.remove()
+    assert all(torch.equal(one, other) for one, other in zip(params, others, strict=True))
+
+
+def test_a_state_may_hold_anything() -> None:
+    params = parameters()
+    optimizer = AdamW(params)
+    for step in range(3, 6):
+        gradients(params, step)
+        update(optimizer)
+        optimizer.state[params[0]]["seen"] = step
 
 
 def test_a_state_of_plain_steps_goes_on() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
+from torch.optim import optimizer as every
 
 _FUSED = (Adam, AdamW)
 """Those with much to gain. SGD has few passes; its fused form fails where a parameter's first gradient comes late."""
@@ -19,9 +20,10 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
     On a CPU the usual way of Adam goes through memory about ten times, and makes tensors to do it; the fused one goes
     once, in a third to a tenth of the time. They differ in the last bit of a number now and then. On a GPU torch takes
-    the quickest way by itself. Outside of the step the groups are as the user made them.
+    the quickest way by itself. Outside of the step the groups are as the user made them. An optimizer with hooks steps
+    as usual: they run inside of the step, may put other gradients there, and see the groups.
     """
-    if type(optimizer) not in _FUSED:
+    if type(optimizer) not in _FUSED or _has_hooks(optimizer):
         optimizer.step()
         return
     groups = [group for group in optimizer.param_groups if _is_open(group, optimizer.state)]
@@ -39,6 +41,11 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group.get("lr", nan)) for group in optimizer.param_groups]
 
 
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, every._global_optimizer_pre_hooks, every._global_optimizer_post_hooks))
+
+
 def _is_open(group: dict[str, Any], state: dict[Tensor, Any]) -> bool:
     if group["fused"] is not None or group["foreach"] is not None or isinstance(group["lr"], Tensor):
         return False
@@ -50,7 +57,7 @@ def _is_open(group: dict[str, Any], state: dict[Tensor, Any]) -> bool:
             continue
         if not (_is_plain(param) and _is_plain(grad)):
             return False
-        if not all(value.is_contiguous() for value in state.get(param, _NONE).values()):
+        if not all(isinstance(value, Tensor) and value.is_contiguous() for value in state.get(param, _NONE).values()):
             return False
     return True
 
