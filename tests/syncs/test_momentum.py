@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -214,11 +215,13 @@ def test_with_onebit_momentum_learns_as_with_int8() -> None:
     targets = torch.randint(0, 5, (1024,), generator=generator)
     inputs = centres[targets] + 1.2 * torch.randn(1024, 12, generator=generator)
 
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Linear(12, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 5))
+
     def member(group: FakeGroup, codec: AnyCodec) -> float:
         torch.set_num_threads(1)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(12, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 5))
+        net = copy.deepcopy(first)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         exchange = EncodedExchange(group, Encoding(codec, optimizer, list(net.named_parameters())), judged=False)
         order = torch.Generator().manual_seed(2)
