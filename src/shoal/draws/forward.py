@@ -25,6 +25,8 @@ _ANOTHER = 0xD1B54A32D192ED03
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _TURN, _PLACE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9
 _random_, _item = torch.Tensor.random_, torch.Tensor.item
+_STILL_TURNS = 256
+"""More than a loop over samples has. Code that draws on until it likes its numbers would never end without others."""
 PAST = "something draws past torch's functions, as compiled graphs and operators in C++ do"
 _token = torch.empty(1, dtype=torch.int64, device="cpu")
 _twin = torch.Generator()
@@ -136,8 +138,10 @@ class Forward:
         return known[0]
 
     def _salt(self, draw: int) -> int:
-        turn = 0 if self._still else self._turns.get(draw, 0)
+        turn = self._turns.get(draw, 0)
         self._turns[draw] = turn + 1
+        if self._still and turn < _STILL_TURNS:
+            turn = 0
         return (self._seed + draw * _PLACE + turn * _TURN) & _U64
 
     def _rule(self, place: Site, shape: Shape) -> Rule:

@@ -632,7 +632,15 @@ class Session:
         modules, keying = self._replica.modules(), self.keyed.keying
         seed = self.seed, *at
         return Rehearsal(
-            modules, keying, fetch, seed=seed, first=first, samples=samples, catches=self._overlap, norms=norms
+            modules,
+            keying,
+            fetch,
+            seed=seed,
+            first=first,
+            samples=samples,
+            catches=self._overlap,
+            norms=norms,
+            thorough=self.proof.strict,
         )
 
     @property

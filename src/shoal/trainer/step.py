@@ -151,8 +151,10 @@ class Loop:
         share = max(2, step.samples // self.session.workers)
         if self._given is not None:
             share = self._given
-        # half of it is enough where there are many, and costs half: whole and parts are two forwards over these samples
-        return min(MOST_SAMPLES, step.samples, max(min(share, ENOUGH_SAMPLES), share // 2))
+        if not self.session.proof.strict:
+            # half of it is enough where there are many, and costs half: whole and parts are two forwards over them
+            share = max(min(share, ENOUGH_SAMPLES), share // 2)
+        return min(MOST_SAMPLES, step.samples, share)
 
     def from_now_on(self, number: int) -> None:
         """What was asked ahead, from this step on, is to be asked again."""

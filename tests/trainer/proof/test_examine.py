@@ -65,9 +65,11 @@ def selected(part: slice) -> float:
     return float(marked.mean()) if len(marked) else float("nan")
 
 
-def run(answer: Callable[[Ask], Taken], samples: int = ALL, known: dict[int, Rule] | None = None) -> Finding:
+def run(
+    answer: Callable[[Ask], Taken], samples: int = ALL, known: dict[int, Rule] | None = None, *, thorough: bool = False
+) -> Finding:
     """Play an examination to its end."""
-    examination = examine(samples, known or {})
+    examination = examine(samples, known or {}, thorough=thorough)
     ask = next(examination)
     while True:
         try:
@@ -155,6 +157,21 @@ def test_a_weighted_mean_is_found_in_few_samples_or_in_all() -> None:
     late = np.where(np.arange(ALL) < 20, 1.0, CLASSES)  # the first ones are all of one class
     assert run_with(lambda part: float((LOSSES * late)[part].sum() / late[part].sum())).kind is Kind.WEIGHTED
     assert len(asked) == 3 + 3 + 1 + 15 + 15
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_parts_that_happen_to_weigh_the_same_are_not_enough_where_it_matters(double: bool) -> None:
+    counts = np.array([0, 1, 1, 1, 0, 1, 1, 1, 0])  # 2 of the first 3, and 4 of the other 6
+
+    def loss(part: slice) -> float:
+        total = counts[part].sum()
+        return float((LOSSES[:9] * counts)[part].sum() / total) if total else float("nan")
+
+    answer = answering(loss) if double else _without_double(answering(loss))
+    assert run(answer, 9).kind is Kind.PROVEN
+    assert run(answer, 9, thorough=True).kind not in (Kind.PROVEN, Kind.UNPROVEN)
+    assert run(answering(mean), 9, thorough=True).kind is Kind.PROVEN
+    assert run(answering(mean), 2, thorough=True).kind is Kind.PROVEN
 
 
 def test_a_sum_with_its_weight_is_proven() -> None:

@@ -92,6 +92,19 @@ class Alone:
         return notices(self.events)
 
 
+def rejecting(model: Any, batch: Any) -> Tensor:
+    """Draws until it likes all numbers, and couples samples."""
+    noise = torch.randn_like(batch[0])
+    while bool((bad := noise.abs() > 1.0).any()):
+        noise = torch.where(bad, torch.randn_like(noise), noise)
+    return coupled(model, (batch[0] + 0.1 * noise, *batch[1:]))
+
+
+def test_a_loss_that_draws_until_it_likes_its_numbers_ends() -> None:
+    [text] = Alone().train(rejecting)
+    assert "samples of a batch see each other" in text or "is not keyed by sample" in text
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [

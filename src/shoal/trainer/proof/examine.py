@@ -115,20 +115,24 @@ def gap_of(whole: Taken, parts: Sequence[Taken]) -> float:
     return max(gap, abs(whole.weight - weight) / whole.weight) if whole.given else gap
 
 
-def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | None = None) -> Examination:
+def examine(
+    samples: int, known: dict[int, Rule], suspected: list[Finding] | None = None, *, thorough: bool = False
+) -> Examination:
     """Examine a loss on so many samples. Ends early, and well, with a single one: there is nothing to be seen.
 
+    `thorough`: in three parts, as a few samples may happen to weigh the same in both of two.
     Once it is known that something is wrong, and only the reason is asked for, that is put into `suspected`.
     """
     if samples < 2:
         only = yield Ask(0, samples, known)
         return Finding(Kind.UNPROVEN, detail="there is a single sample", draws=bool(only.seen), by_forward=only.past)
-    first = yield from _three(samples, known)
+    edges = edges_of(samples, thorough=thorough)
+    first = yield from _apart(edges, known)
     past = next((taken.past for taken in first if taken.past), "")
     if past:
         return Finding(Kind.UNPROVEN, detail="its random numbers are drawn past Shoal", by_forward=past, draws=True)
     rules, multiples, doubtful = _learnt(first, known)
-    taken = first if _as_used(first, rules, known) else (yield from _three(samples, {**known, **rules}))
+    taken = first if _as_used(first, rules, known) else (yield from _apart(edges, {**known, **rules}))
     draws = any(each.seen or each.own for each in taken)
     others = any(each.others for each in taken)
     found = Finding(Kind.PROVEN, rules=rules, draws=draws, others=others, unit=_unit(taken[0]))
@@ -137,7 +141,7 @@ def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | Non
     bound = HALF_BOUND if any(each.half for each in taken) else BOUND
     gap = gap_of(taken[0], taken[1:])
     if gap > bound and multiples:
-        rules, taken, gap = yield from _turned(samples, known, rules, multiples, taken, bound)
+        rules, taken, gap = yield from _turned(edges, known, rules, multiples, taken, bound)
         found = replace(found, rules=rules)
     counted = _counting(taken)
     if counted:
@@ -146,7 +150,7 @@ def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | Non
         return replace(found, gap=gap)
     double = False
     if bound == BOUND:
-        doubled = yield from _doubled(samples, {**known, **rules})
+        doubled = yield from _doubled(edges, {**known, **rules})
         if doubled is not None:
             rest = gap_of(doubled[0], doubled[1:])
             if rest <= bound:
@@ -154,7 +158,7 @@ def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | Non
             taken, gap, double = doubled, rest, True
     if suspected is not None:
         suspected.append(replace(found, kind=Kind.EITHER, gap=gap))
-    kind, detail = yield from _reason(samples, {**known, **rules}, taken, bound, double)
+    kind, detail = yield from _reason(edges, {**known, **rules}, taken, bound, double)
     if kind in (Kind.COUPLED, Kind.EITHER) and doubtful:
         shape = " × ".join(map(str, doubtful[0]))
         why = f"a draw of shape {shape} has no dimension that goes with the samples"
@@ -162,19 +166,26 @@ def examine(samples: int, known: dict[int, Rule], suspected: list[Finding] | Non
     return replace(found, kind=kind, gap=gap, detail=detail)
 
 
-def _three(
-    samples: int, rules: dict[int, Rule], *, double: bool = False, still: bool = False
+def edges_of(samples: int, *, thorough: bool) -> list[int]:
+    """Where samples are cut."""
+    if thorough and samples >= 8:
+        return [0, samples // 4, samples * 5 // 8, samples]
+    return [0, parts_of(samples)[0], samples]
+
+
+def _apart(
+    edges: Sequence[int], rules: dict[int, Rule], *, double: bool = False, still: bool = False
 ) -> Generator[Ask, Taken, list[Taken]]:
-    middle, _ = parts_of(samples)
+    """All samples, and then each part."""
     taken = []
-    for start, stop in ((0, samples), (0, middle), (middle, samples)):
+    for start, stop in ((0, edges[-1]), *pairwise(edges)):
         taken.append((yield Ask(start, stop, rules, double, still)))
     return taken
 
 
-def _doubled(samples: int, rules: dict[int, Rule]) -> Generator[Ask, Taken, list[Taken] | None]:
+def _doubled(edges: Sequence[int], rules: dict[int, Rule]) -> Generator[Ask, Taken, list[Taken] | None]:
     """The same in double precision; None where that cannot be done."""
-    taken = yield from _three(samples, rules, double=True)
+    taken = yield from _apart(edges, rules, double=True)
     return taken if all(each.samples for each in taken) else None
 
 
@@ -197,7 +208,12 @@ def _as_used(taken: Sequence[Taken], rules: dict[int, Rule], known: dict[int, Ru
 
 
 def _turned(
-    samples: int, known: dict[int, Rule], rules: dict[int, Rule], multiples: list[int], taken: list[Taken], bound: float
+    edges: Sequence[int],
+    known: dict[int, Rule],
+    rules: dict[int, Rule],
+    multiples: list[int],
+    taken: list[Taken],
+    bound: float,
 ) -> Generator[Ask, Taken, tuple[dict[int, Rule], list[Taken], float]]:
     """Try whether samples vary faster: at all sites where they may, and at each of them alone."""
     best = rules, taken, gap_of(taken[0], taken[1:])
@@ -206,7 +222,7 @@ def _turned(
         tries += [[one] for one in multiples]
     for turned in tries:
         tried = {**rules, **{one: rules[one]._replace(inner=True) for one in turned}}
-        again = yield from _three(samples, {**known, **tried})
+        again = yield from _apart(edges, {**known, **tried})
         gap = gap_of(again[0], again[1:])
         if gap < best[2]:
             best = tried, again, gap
@@ -233,8 +249,9 @@ def _counting(taken: Sequence[Taken]) -> str:
 
 
 def _reason(
-    samples: int, rules: dict[int, Rule], taken: Sequence[Taken], bound: float, double: bool
+    edges: Sequence[int], rules: dict[int, Rule], taken: Sequence[Taken], bound: float, double: bool
 ) -> Generator[Ask, Taken, tuple[Kind, str]]:
+    samples = edges[-1]
     whole, *parts = taken
     again = yield Ask(0, samples, rules, double)
     if again.total != whole.total:
@@ -254,7 +271,7 @@ def _reason(
     if whole.others:
         return Kind.UNKEYED, f"{' and '.join(whole.others)}; or samples see each other"
     if whole.seen:
-        still = yield from _three(samples, rules, double=double, still=True)
+        still = yield from _apart(edges, rules, double=double, still=True)
         if all(each.samples for each in still) and gap_of(still[0], still[1:]) <= bound:
             return Kind.UNKEYED, "it draws in a loop over samples, or collate changes their order"
     return (Kind.COUPLED if samples >= PARTS else Kind.EITHER), ""

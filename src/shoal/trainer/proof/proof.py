@@ -28,7 +28,7 @@ class Proof:
         self.possible = True
         """Whether forwards can be computed in a fork."""
         self._tell = tell
-        self._strict = strict
+        self.strict = strict
         self._again_at = -1
         self._said_by_forward = False
         self._older = False
@@ -65,7 +65,7 @@ class Proof:
         if not counts:
             self.keyed.guess()  # where the rehearsal has not been there
         elif first or finding.kind is not Kind.UNPROVEN:
-            self._say(finding, step, refuses=first and self._strict and not alone, quiet=alone)
+            self._say(finding, step, refuses=first and self.strict and not alone, quiet=alone)
             # it was just said, in other words
             self._said_by_forward = self._said_by_forward or (finding.kind is Kind.UNKEYED and bool(finding.by_forward))
         self.say_of_draws(step)
@@ -94,7 +94,7 @@ class Proof:
         why = self.keyed.keying.by_forward
         if why and not self._said_by_forward:
             self._said_by_forward = True
-            if self._strict and not self._alone:
+            if self.strict and not self._alone:
                 raise ConfigError(f"strict=True: {by_forward(why)}")
             self._tell(Notice(step=step, text=by_forward(why), quiet=self._alone))
         if self._older and self.keyed.draws:

@@ -83,11 +83,12 @@ class Rehearsal:
         samples: int,
         catches: bool,
         norms: bool = False,
+        thorough: bool = False,
     ) -> None:
         """`seed` is that of the run, the step and its phase. `catches`: errors of the loss are told of by `fell`.
 
         With `norms`, BatchNorm is in the mode that it is in. Else it does not train: it couples samples by design,
-        which is said elsewhere.
+        which is said elsewhere. `thorough`: see `examine`.
         """
         self.finding: Finding | None = None
         self.left = ""
@@ -100,6 +101,7 @@ class Rehearsal:
         self._samples = samples
         self._catches = catches
         self._norms = norms
+        self._thorough = thorough
         self._pipe: int | None = None
         self._ask: Ask | None = None
         self._taken: Taken | None = None
@@ -189,7 +191,8 @@ class Rehearsal:
         for part in [part for module in self._modules for part in module.modules()]:
             if isinstance(part, _BatchNorm) and not self._norms:
                 part.training = False
-        examination: Examination = examine(self._samples, dict(self._keying.rules), self._suspected)
+        rules = dict(self._keying.rules)
+        examination: Examination = examine(self._samples, rules, self._suspected, thorough=self._thorough)
         answer: Taken | None = None
         while True:
             try:

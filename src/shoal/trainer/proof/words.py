@@ -9,7 +9,7 @@ _SEE = "(docs/losses.md)"
 
 def sentence(finding: Finding) -> str:
     """What people should know; empty where all is well, or where nothing is known."""
-    off = f"off by {finding.gap:.0e} when the first batch is computed in two parts"
+    off = f"off by {finding.gap:.0e} when samples of a batch are computed in two parts"
     match finding.kind:
         case Kind.SUM:
             return (
