@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,14 +10,8 @@ from shoal.core.atoms import (
     MOST_ATOMS,
     Course,
     Node,
-    Span,
     StepSpan,
     atom_count,
-    cut,
-    forwards,
-    samples_of,
-    share,
-    share_atoms,
     tree_nodes,
     tree_sum,
 )
@@ -37,20 +30,6 @@ def test_every_position_is_in_one_step_and_one_atom_of_each_epoch(course: Course
         assert positions == list(range(step.start, step.stop))
         met.setdefault(step.epoch, []).extend(positions)
     assert met == {epoch: list(range(course.size)) for epoch in range(epochs)}
-
-
-@given(course=courses, epochs=st.integers(1, 4), workers=st.integers(1, 30), limit=st.none() | st.integers(1, 40))
-def test_every_position_is_computed_once_whoever_computes_it(
-    course: Course, epochs: int, workers: int, limit: int | None
-) -> None:
-    for number in range(epochs * course.steps_per_epoch):
-        step = course.step(number)
-        atoms = step.atoms()
-        computed: list[int] = []
-        for slice_ in share(len(atoms), workers):
-            for group in forwards([atoms[at] for at in slice_], limit, alone=number % 2 == 0):
-                computed += [position for span in group for position in range(span.start, span.stop)]
-        assert computed == list(range(step.start, step.stop))
 
 
 @given(course=courses, number=st.integers(0, 1000))
@@ -74,7 +53,7 @@ def test_a_step_has_as_many_atoms_as_make_sense(count: int) -> None:
 
 
 def test_atom_counts_never_change() -> None:
-    """Keys of random numbers hang on the cut: a resumed run must find the same one."""
+    """The bits of a deterministic run hang on the cut: a resumed one must find the same."""
     counts = {1: 1, 2: 2, 7: 7, 8: 8, 20: 8, 32: 8, 33: 9, 64: 16, 95: 24, 96: 24, 256: 24, 10**6: 24}
     assert {size: atom_count(size) for size in counts} == counts
     cut = StepSpan(step=0, epoch=0, start=100, stop=121).atoms()
@@ -88,62 +67,6 @@ def test_the_cut_depends_on_the_number_of_samples_alone(start: int, count: int) 
     assert [(atom.atom, atom.start - start, atom.stop - start) for atom in here] == [tuple(atom) for atom in there]
     lengths = [atom.samples for atom in here]
     assert min(lengths) >= 1 and max(lengths) - min(lengths) <= 1
-
-
-@given(count=st.integers(0, 300), members=st.integers(1, 50))
-def test_shares_cover_in_order_and_differ_by_one_at_most(count: int, members: int) -> None:
-    shares = share(count, members)
-    assert [thing for part in shares for thing in part] == list(range(count))
-    lengths = [len(part) for part in shares]
-    assert len(shares) == members and max(lengths) - min(lengths) <= 1
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 8, 12, 24])
-def test_a_large_step_is_shared_evenly(workers: int) -> None:
-    assert {len(part) for part in share(atom_count(1000), workers)} == {MOST_ATOMS // workers}
-
-
-slices = st.builds(
-    lambda count, first, length: StepSpan(0, 0, 0, count).atoms()[first : first + length],
-    st.integers(1, 500),
-    st.integers(0, 23),
-    st.integers(0, 24),
-)
-
-
-@given(atoms=slices, limit=st.none() | st.integers(1, 60), alone=st.booleans())
-def test_forwards_keep_order_cover_and_respect_the_limit(atoms: list[Span], limit: int | None, alone: bool) -> None:
-    groups = forwards(atoms, limit, alone=alone)
-    assert all(groups)
-    parts = [part for group in groups for part in group]
-    positions = [position for part in parts for position in range(part.start, part.stop)]
-    assert positions == [position for atom in atoms for position in range(atom.start, atom.stop)]
-    owner = {position: atom.atom for atom in atoms for position in range(atom.start, atom.stop)}
-    assert all(owner[position] == part.atom for part in parts for position in range(part.start, part.stop))
-    if limit is not None:
-        assert max((sum(part.samples for part in group) for group in groups), default=0) <= limit
-    if alone:
-        assert all(len(group) == 1 for group in groups)
-        whole = [atom for atom in atoms if limit is None or atom.samples <= limit]
-        assert all([atom] in groups for atom in whole)
-
-
-@given(atoms=slices, limit=st.integers(1, 60))
-def test_forwards_are_as_few_as_a_greedy_filling_gives(atoms: list[Span], limit: int) -> None:
-    groups = forwards(atoms, limit, alone=False)
-    totals = [sum(part.samples for part in group) for group in groups]
-    # what could have been joined was: the next group's first atom did not fit, or was cut itself
-    for total, following in zip(totals, groups[1:], strict=False):
-        head = following[0]
-        cut = head not in atoms
-        assert cut or total + head.samples > limit
-
-
-def test_without_a_limit_a_slice_is_one_forward() -> None:
-    atoms = StepSpan(0, 0, 0, 100).atoms()[3:9]
-    assert forwards(atoms, None, alone=False) == [atoms]
-    assert forwards(atoms, None, alone=True) == [[atom] for atom in atoms]
-    assert forwards([], 4, alone=False) == []
 
 
 # -- the tree ----------------------------------------------------------------------------------------------------------
@@ -200,36 +123,3 @@ def test_the_shape_of_the_tree_never_changes() -> None:
     assert tree_sum(leaves, 6, joined) == "(((0+1)+(2+3))+(4+5))"
     assert tree_sum(leaves, 5, joined) == "(((0+1)+(2+3))+4)"
     assert tree_sum(leaves, 1, joined) == "0"
-
-
-def test_the_last_forward_has_enough_samples_where_there_are_enough() -> None:
-    ones = cut(8)[:7]
-    assert [len(group) for group in forwards(ones, 6, alone=False)] == [6, 1]
-    groups = forwards(ones, 6, alone=False, least=2)
-    assert [len(group) for group in groups] == [5, 2]
-    assert [span for group in groups for span in group] == list(ones)
-    assert [len(group) for group in forwards(ones, 1, alone=False, least=2)] == [1] * 7
-    assert [len(group) for group in forwards(ones, 6, alone=True, least=2)] == [1] * 7
-    assert [len(group) for group in forwards(ones[:1], 6, alone=False, least=2)] == [1]
-
-
-@given(samples=st.integers(1, 200), members=st.integers(1, 30))
-def test_who_computes_any_atom_has_enough_samples(samples: int, members: int) -> None:
-    atoms = cut(samples)
-    assert share_atoms(atoms, members) == share(len(atoms), members)
-    dealt = share_atoms(atoms, members, 2)
-    assert len(dealt) == members
-    assert [number for part in dealt for number in part] == list(range(len(atoms)))
-    assert samples == 1 or all(samples_of([atoms[number] for number in part]) >= 2 for part in dealt if part)
-
-
-@given(atoms=slices, limit=st.none() | st.integers(2, 60))
-def test_no_forward_has_too_few_samples(atoms: list[Span], limit: int | None) -> None:
-    groups = forwards(atoms, limit, alone=False, least=2)
-    totals = [samples_of(group) for group in groups]
-    assert len(groups) < 2 or min(totals) >= 2
-    assert limit is None or max(totals, default=0) <= limit + 1
-    spans = [span for group in groups for span in group]
-    assert [at for span in spans for at in range(span.start, span.stop)] == [
-        at for atom in atoms for at in range(atom.start, atom.stop)
-    ]

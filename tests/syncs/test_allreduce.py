@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
-from shoal.core.atoms import share
 from shoal.core.errors import ConfigError
+from shoal.core.slices import evenly
 from shoal.syncs import allreduce
 from shoal.syncs.allreduce import AloneExchange, BucketExchange, Exchange, TreeExchange, make_exchange
 from shoal.testing.ranks import run_ranks
@@ -35,7 +35,7 @@ def loss(layers: nn.ModuleList, step: int, atom: int) -> Tensor:
 
 
 def one_step(exchange: Exchange, group: Group, layers: nn.ModuleList, step: int, atoms: int) -> dict[str, Any]:
-    mine = share(atoms, group.size)[group.rank]
+    mine = evenly(atoms, group.size)[group.rank]
     exchange.open(atoms, 5)
     counted = torch.zeros(3)
     for atom in mine:

@@ -11,9 +11,9 @@ from shoal.core.errors import ConfigError
 from shoal.testing import FaultPlan
 from shoal.testing.servers import ServerLedger, audit_servers, server_of
 
-COURSE = Course(64, 32)
-ATOMS = len(COURSE.step(0).atoms())
-WHOLE = [(0, 3), (3, ATOMS)]
+COURSE = Course(16, 8)
+SAMPLES = COURSE.step(0).samples
+WHOLE = [(0, 3), (3, SAMPLES)]
 
 
 def write(
@@ -40,13 +40,13 @@ def test_a_run_in_which_all_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "words"),
     [
-        ([(0, 3)], f"atoms 3 to {ATOMS - 1} are missing"),
-        ([(1, ATOMS)], "atoms 0 to 0 are missing"),
-        ([(0, 3), (2, ATOMS)], "atoms 2 to 2 count twice"),
-        ([(0, ATOMS + 1)], f"atoms up to {ATOMS} count"),
+        ([(0, 3)], f"positions 3 to {SAMPLES - 1} are missing"),
+        ([(1, SAMPLES)], "positions 0 to 0 are missing"),
+        ([(0, 3), (2, SAMPLES)], "positions 2 to 2 count twice"),
+        ([(0, SAMPLES + 1)], f"positions up to {SAMPLES} count"),
     ],
 )
-def test_atoms_that_do_not_count_once(ranges: list[tuple[int, int]], words: str, tmp_path: Path) -> None:
+def test_positions_that_do_not_count_once(ranges: list[tuple[int, int]], words: str, tmp_path: Path) -> None:
     write(tmp_path, 0, 0, ranges=WHOLE)
     write(tmp_path, 0, 1, ranges=ranges)
     assert f"shard 1, step 1, server 0: {words}" in problems(tmp_path)

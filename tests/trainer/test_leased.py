@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from shoal.comm.group import SoloGroup
-from shoal.core.atoms import Course, cut
+from shoal.core.atoms import Course
 from shoal.core.errors import DataError, NotFiniteError
 from shoal.core.events import WorkerSeen
 from shoal.core.spec import NoCodec, Server
@@ -119,15 +119,15 @@ class Case:
     loss: Callable[[nn.Module, Any], Any] = entropy
     data: Callable[[], Any] = classes
     micro_batch: int | None = None
-    cuts: list[int] = field(default_factory=lambda: [5, 7])
+    cuts: list[int] = field(default_factory=lambda: [20, 29])
 
 
 CASES = {
     "plain": Case(),
     "dropout": Case(model=lambda: mlp(nn.Dropout(0.4))),
-    "batch norm": Case(model=lambda: mlp(nn.BatchNorm1d(16)), micro_batch=16, cuts=[4, 8]),
+    "batch norm": Case(model=lambda: mlp(nn.BatchNorm1d(16)), micro_batch=16, cuts=[16, 32]),
     "weights and logs": Case(loss=weighted),
-    "cut atoms": Case(model=lambda: mlp(nn.Dropout(0.4)), micro_batch=3),
+    "small forwards": Case(model=lambda: mlp(nn.Dropout(0.4)), micro_batch=3),
     "data that draws": Case(data=Noisy),
     "unused": Case(model=Unused),
 }
@@ -204,8 +204,8 @@ def bench(
 
 
 def leases_of(step: int, cuts: list[int]) -> list[Lease]:
-    atoms = len(cut(Course(SIZE, BATCH).step(step).samples))
-    edges = sorted({0, atoms, *(edge for edge in cuts if edge < atoms)})
+    samples = Course(SIZE, BATCH).step(step).samples
+    edges = sorted({0, samples, *(edge for edge in cuts if edge < samples)})
     return [Lease(step, start, stop) for start, stop in pairwise(edges)]
 
 
@@ -251,23 +251,23 @@ def test_leases_add_up_to_the_step(name: str) -> None:
             merged.learn(changes)
             for got, wanted in zip(here.model.buffers(), model.buffers(), strict=True):
                 assert alike(got.float(), wanted.float())
-        assert here.session.keyed.draws == ("dropout" in name or name == "cut atoms")
+        assert here.session.keyed.draws == ("dropout" in name or name == "small forwards")
         assert here.session.samples == 2 * SIZE
 
 
 def test_batches_are_loaded_ahead_only_where_the_next_lease_is_as_expected() -> None:
     with bench(CASES["plain"]) as here:
-        first = [here.leases.compute(Lease(0, 3, 9), 0), here.leases.compute(Lease(1, 3, 9), 1)]
+        first = [here.leases.compute(Lease(0, 12, 36), 0), here.leases.compute(Lease(1, 12, 36), 1)]
         assert len(first) == 2
         assert here.leases.look_ahead()
         assert not here.leases.look_ahead()
         # of the short step, a part that is about as long
         here.leases.compute(Lease(2, 1, 3), 2)
         assert here.leases.look_ahead()
-        here.leases.compute(Lease(4, 0, 2), 2)
+        here.leases.compute(Lease(4, 0, 8), 2)
         assert not here.leases.look_ahead()
     with bench(CASES["plain"]) as there:
-        for lease in [Lease(4, 0, 2), Lease(2, 1, 3)]:
+        for lease in [Lease(4, 0, 8), Lease(2, 1, 3)]:
             there.leases.compute(lease, 2)
     expected = [here.client.pushed[3][0], here.client.pushed[2][0]]
     for push, wanted in zip(there.client.pushed, expected, strict=True):
@@ -275,7 +275,7 @@ def test_batches_are_loaded_ahead_only_where_the_next_lease_is_as_expected() -> 
 
 
 def test_processes_load_what_is_leased_also_where_that_changes() -> None:
-    given = [Lease(0, 3, 9), Lease(1, 3, 9), Lease(2, 1, 3), Lease(3, 3, 9), Lease(3, 9, 12), Lease(5, 0, 4)]
+    given = [Lease(0, 12, 36), Lease(1, 12, 36), Lease(2, 1, 3), Lease(3, 12, 36), Lease(3, 36, 48), Lease(5, 0, 4)]
     pushed = []
     for processes in (0, 2):
         with bench(CASES["data that draws"], data_workers=processes) as here:
@@ -288,7 +288,7 @@ def test_processes_load_what_is_leased_also_where_that_changes() -> None:
 
 
 def test_with_arrival_a_lease_is_a_mean_and_clipped() -> None:
-    lease = Lease(1, 2, 7)
+    lease = Lease(1, 8, 28)
     with bench(CASES["weights and logs"]) as here:
         outcome = here.leases.compute(lease, 1)
         assert here.client.armed == 1
@@ -305,19 +305,19 @@ def test_with_arrival_a_lease_is_a_mean_and_clipped() -> None:
 
 def test_stale_gradients_are_damped_where_that_is_asked_for() -> None:
     with bench(CASES["plain"], Server(mode="ssp", damp=True)) as here:
-        here.leases.compute(Lease(3, 0, 2), 1)
-        here.leases.compute(Lease(3, 2, 4), 3)
+        here.leases.compute(Lease(3, 0, 8), 1)
+        here.leases.compute(Lease(3, 8, 16), 3)
         # newer weights than were needed
         here.leases.compute(Lease(2, 2, 4), 3)
     assert [push[2] for push in here.client.pushed] == [pytest.approx(1 / 3), 1.0, 1.0]
-    assert here.client.opened == [(Lease(3, 0, 2), 1), (Lease(3, 2, 4), 3), (Lease(2, 2, 4), 3)]
+    assert here.client.opened == [(Lease(3, 0, 8), 1), (Lease(3, 8, 16), 3), (Lease(2, 2, 4), 3)]
 
 
 def test_a_loss_that_is_not_finite_is_not_pushed() -> None:
     case = Case(loss=lambda model, batch: entropy(model, batch) * float("nan"))
     with bench(case, seat=4) as here:
         with pytest.raises(NotFiniteError, match=r"the loss is nan in step 2 on worker 4 \(positions 56–67") as caught:
-            here.leases.compute(Lease(1, 2, 5), 1)
+            here.leases.compute(Lease(1, 8, 20), 1)
         assert here.client.pushed == []
     assert caught.value.worker == 4
     assert caught.value.positions == (56, 67)
@@ -415,17 +415,17 @@ def test_a_worker_computes_what_it_is_given() -> None:
     worker = Worker(CASES["batch norm"])
     assert isinstance(worker.hear()[0], Ready)
     worker.say(PLACEMENT)
-    worker.say(Work(Lease(0, 0, 4), 0))
+    worker.say(Work(Lease(0, 0, 16), 0))
     done, first = worker.hear()
-    assert (done.lease, done.read, done.weight, done.sent) == (Lease(0, 0, 4), 0, 16.0, 10)
-    worker.say(Work(Lease(0, 0, 4), 0))
+    assert (done.lease, done.read, done.weight, done.sent) == (Lease(0, 0, 16), 0, 16.0, 10)
+    worker.say(Work(Lease(0, 0, 16), 0))
     again, second = worker.hear()
     assert again.loss == done.loss
     found, repeated = ([Change(*change) for change in told[0]] for told in (first, second))
     assert [change.amount.tolist() for change in found] == [change.amount.tolist() for change in repeated]
     # from other buffers
     start = torch.full((16,), 5.0)
-    worker.say(Work(Lease(0, 0, 4), 0), {0: start})
+    worker.say(Work(Lease(0, 0, 16), 0), {0: start})
     _, third = worker.hear()
     assert alike(Change(*third[0][0]).amount - found[0].amount, 16 * 0.9 * start)
     worker.say(Depart("enough"))
@@ -438,9 +438,9 @@ def test_work_that_waits_for_weights_is_replaced() -> None:
     worker.hear()
     worker.say(PLACEMENT)
     worker.say(Work(Lease(5, 0, 2), 100))
-    worker.say(Work(Lease(4, 2, 6), 4))
+    worker.say(Work(Lease(4, 8, 24), 4))
     done, _ = worker.hear()
-    assert (done.lease, done.read) == (Lease(4, 2, 6), 4)
+    assert (done.lease, done.read) == (Lease(4, 8, 24), 4)
     worker.say(Work(Lease(5, 0, 2), 100))
     worker.say(Depart("now"))
     assert worker.hear()[0] == Departed("now")
@@ -474,7 +474,7 @@ def test_an_error_of_the_users_code_is_told_with_its_place() -> None:
     worker = Worker(Case(loss=broken))
     worker.hear()
     worker.say(PLACEMENT)
-    worker.say(Work(Lease(1, 2, 5), 1))
+    worker.say(Work(Lease(1, 8, 20), 1))
     failed, _ = worker.hear()
     assert (failed.kind, failed.step, failed.positions) == ("KeyError", 1, (56, 67))
     assert "broken" in failed.traceback
@@ -492,7 +492,7 @@ def test_data_that_cannot_be_fetched_ends_the_worker_when_it_is_leased() -> None
     worker = Worker(Case(data=Holes))
     worker.hear()
     worker.say(PLACEMENT)
-    worker.say(Work(Lease(0, 0, 2), 0))
+    worker.say(Work(Lease(0, 0, 8), 0))
     failed, _ = worker.hear()
     assert failed.kind == DataError.__name__
     worker.end()

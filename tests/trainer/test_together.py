@@ -147,14 +147,18 @@ def test_what_an_own_loop_is_taken_for() -> None:
             "with max_workers=6 up to 4 of them would have nothing to do: a step has 2 samples (batch_size=2); set "
             "batch_size=6 or more, or max_workers=2",
         ),
-        (
-            (Course(1000, 500), 30, 30),
-            "6 of 30 workers have nothing to do: a step is shared out in 24 parts at most; set workers=24",
-        ),
+        ((Course(1000, 500), 30, 30), ""),
     ],
 )
 def test_words_for_workers_without_work(given: tuple[Any, ...], words: str) -> None:
     assert idle_words(*given) == words
+
+
+def test_a_deterministic_step_is_shared_out_in_a_few_parts_only() -> None:
+    words = "6 of 30 workers have nothing to do: with deterministic=True a step is shared out in 24 parts at most"
+    assert idle_words(Course(1000, 500), 30, 30, by_atom=True) == f"{words}; set workers=24"
+    assert idle_words(Course(1000, 500), 24, 24, by_atom=True) == ""
+    assert "set batch_size=65 or more" in idle_words(Course(1000, 64), 17, 17, by_atom=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_workers": 3}, {"sync": "server:servers=1,durability=none"}], ids=str)

@@ -1,13 +1,13 @@
-"""Steps, atoms and who computes them: pure functions over small values.
+"""The way of a run through its data, and the atoms of a step: pure functions over small values.
 
-A step is one optimizer update over a global batch. Its positions are cut into *atoms*, numbered groups of consecutive
-positions. The cut depends on the number of samples in the step alone, never on the workers: whoever computes an atom,
-the atom is the same, and so is the gradient of the step.
+A step is one optimizer update over a global batch. Where the order of additions must not depend on who computes what
+(`deterministic=True`), its positions are cut into *atoms*, numbered groups of consecutive positions, whose sums are
+added in a fixed tree. The cut depends on the number of samples in the step alone, never on the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -85,67 +85,6 @@ def atom_count(samples: int) -> int:
     """How many atoms a step of so many samples has."""
     wanted = max(LEAST_ATOMS, min(MOST_ATOMS, -(-samples // SMALL_ATOM)))
     return min(wanted, samples)
-
-
-def share(count: int, members: int) -> list[range]:
-    """`count` things in order, dealt to `members` as contiguous ranges whose lengths differ by at most one."""
-    edges = [number * count // members for number in range(members + 1)]
-    return [range(edges[number], edges[number + 1]) for number in range(members)]
-
-
-def share_atoms(atoms: Sequence[Span], members: int, least: int = 1) -> list[range]:
-    """The atoms of a step, dealt to `members` as `share` does it; to the first few alone where others would have some,
-    but less than `least` samples."""
-    for count in range(members, 0, -1):
-        dealt = share(len(atoms), count)
-        if least == 1 or all(samples_of(atoms[part.start : part.stop]) >= least for part in dealt if part):
-            break
-    return dealt + [range(len(atoms), len(atoms))] * (members - count)
-
-
-def samples_of(spans: Sequence[Span]) -> int:
-    return sum(span.samples for span in spans)
-
-
-def forwards(atoms: Sequence[Span], limit: int | None, *, alone: bool, least: int = 1) -> list[list[Span]]:
-    """Group a worker's adjacent atoms into forwards of at most `limit` samples; `alone` keeps atoms apart.
-
-    An atom larger than the limit is cut into parts that keep its number. A forward that would have less than `least`
-    samples gets atoms of the one before, or joins it if that has none to spare: then it is beyond the limit by less
-    than `least`.
-    """
-    groups: list[list[Span]] = []
-    room = 0
-    for atom in atoms:
-        parts = list(_parts(atom, limit))
-        for part in parts:
-            fits = limit is None or part.samples <= room
-            if groups and not alone and len(parts) == 1 and fits:
-                groups[-1].append(part)
-            else:
-                groups.append([part])
-                room = limit if limit is not None else 0
-            room -= part.samples
-    return groups if alone or least == 1 or (limit or least) < least else _filled(groups, least)
-
-
-def _filled(groups: list[list[Span]], least: int) -> list[list[Span]]:
-    """No forward has less than `least` samples, unless it is the only one."""
-    for place in range(len(groups) - 1, 0, -1):
-        here, before = groups[place], groups[place - 1]
-        while samples_of(here) < least <= samples_of(before[:-1]):
-            here.insert(0, before.pop())
-        if samples_of(here) < least:
-            before += groups.pop(place)
-    if len(groups) > 1 and samples_of(groups[0]) < least:
-        groups[0] += groups.pop(1)
-    return groups
-
-
-def _parts(atom: Span, limit: int | None) -> Iterator[Span]:
-    size = atom.samples if limit is None else limit
-    for start in range(atom.start, atom.stop, max(1, size)):
-        yield Span(atom.atom, start, min(start + size, atom.stop))
 
 
 class Node(NamedTuple):

@@ -43,8 +43,8 @@ class Change(NamedTuple):
     """
 
     buffer: int
-    atom: int
-    """The first one."""
+    first: int
+    """Position in the step, of the first of its samples."""
     samples: int
     forwards: int
     amount: Tensor
@@ -195,25 +195,25 @@ class Buffers:
         self._forwards = 0
 
     @torch.no_grad()
-    def after_forward(self, atom: int, samples: int) -> None:
-        """Take in what the forward of these samples made of the buffers."""
-        first = atom == 0 and not self._taken
+    def after_forward(self, start: int, samples: int) -> None:
+        """Take in what the forward of these samples, the first of which is at this place in the step, made of them."""
+        first = start == 0 and not self._taken
         self._taken += 1
         self._covered += samples
         if not self._slots:
             return
         self._refuse_new_shapes()
         self._add_known(samples, first=first)
-        self._watch_moves(atom, samples)
+        self._watch_moves(start, samples)
         changed = self._changed()
         for number in changed:
-            self._changes.append(self._change(number, atom, samples, first=first))
+            self._changes.append(self._change(number, start, samples, first=first))
         if first:
             # it counts also where it changes nothing
             told = {*self._sums.parts, *changed}
             unknown = [number for number in self._worded(FIRST) if number not in told]
-            self._changes += [self._change(number, atom, samples, first=True) for number in unknown]
-        self._note_rows(atom, samples)
+            self._changes += [self._change(number, start, samples, first=True) for number in unknown]
+        self._note_rows(start, samples)
         if samples < self._samples and self._looked < STEPS:
             self._look(samples, [*self._means, *changed])
 
@@ -228,10 +228,10 @@ class Buffers:
         value = self._value(number).detach()
         return (moved(value, self._start.get(number)) if self._merges[number].whole else value).flatten()
 
-    def _watch_moves(self, atom: int, samples: int) -> None:
+    def _watch_moves(self, start: int, samples: int) -> None:
         """Whether known whole numbers move as they were judged to."""
         for number in filter(self._counted, self._sums.parts):
-            change = self._change(number, atom, samples, first=False)
+            change = self._change(number, start, samples, first=False)
             self._moves.append(change)
             way, move = self._ways.get(number, Way()), _move(change)
             told = self._strays.get(number, 0)
@@ -243,14 +243,14 @@ class Buffers:
             if bool(move.by.any()):
                 self._last[number] = move.by
 
-    def _change(self, number: int, atom: int, samples: int, *, first: bool) -> Change:
+    def _change(self, number: int, at: int, samples: int, *, first: bool) -> Change:
         value, start = self._value(number).detach(), self._start.get(number)
         if self._counted(number):
             by = moved(value, start)
-            return Change(number, atom, samples, 1, by, (self._points_into(number, by),))
+            return Change(number, at, samples, 1, by, (self._points_into(number, by),))
         # a step of one forward: its value, unrounded
         weight = 1 if samples == self._samples else samples
-        return Change(number, atom, samples, 1, self._merges[number].amount(value, start, weight, first=first))
+        return Change(number, at, samples, 1, self._merges[number].amount(value, start, weight, first=first))
 
     def _points_into(self, number: int, by: Tensor) -> int:
         """The rows that this is a pointer into, by what other buffers of its module have become; 0 if it is none."""
@@ -267,7 +267,7 @@ class Buffers:
     def _worded(self, kind: str) -> list[int]:
         return [number for number, word in self._words.items() if word.kind == kind]
 
-    def _note_rows(self, atom: int, samples: int) -> None:
+    def _note_rows(self, start: int, samples: int) -> None:
         by_module: dict[int, list[int]] = {}
         for number in self._worded(CONCAT):
             by_module.setdefault(id(self._slots[number].module), []).append(number)
@@ -277,7 +277,7 @@ class Buffers:
             for number, found in zip(numbers, parts, strict=True):
                 if found is not None:
                     self._changes.append(
-                        Change(number, atom, samples, 1, found.rows.contiguous(), (found.axis, found.first))
+                        Change(number, start, samples, 1, found.rows.contiguous(), (found.axis, found.first))
                     )
 
     def _look(self, samples: int, numbers: Sequence[int]) -> None:
@@ -379,7 +379,7 @@ class Buffers:
 
     @torch.no_grad()
     def learn(self, changes: Iterable[Change]) -> None:
-        """Give buffers their values from the changes of all workers, in order of atoms; from now on they are known."""
+        """Give buffers their values from the changes of all workers, in order of positions. Now they are known."""
         told: dict[int, list[Change]] = {}
         for change in changes:
             told.setdefault(change.buffer, []).append(change)

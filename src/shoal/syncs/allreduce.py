@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
 from shoal.comm.plan import Settled
-from shoal.core.atoms import Node, share, tree_nodes, tree_sum
+from shoal.core.atoms import Node, tree_nodes, tree_sum
 from shoal.core.errors import ConfigError
+from shoal.core.slices import evenly
 from shoal.core.traffic import GRADIENT
 from shoal.syncs.doubles import Riding, places
 from shoal.syncs.encoding import Encoding
@@ -308,7 +309,7 @@ class TreeExchange:
 
     def _tree(self, place: int, blank: Tensor) -> Tensor:
         """The sum over all atoms of the value at `place`, the same on every member."""
-        owned = [tree_nodes(atoms) for atoms in share(self._atoms, self._group.size)]
+        owned = [tree_nodes(atoms) for atoms in evenly(self._atoms, self._group.size)]
         rows = max(len(nodes) for nodes in owned)
         mine = [self._values[node][place] for node in owned[self._group.rank]]
         mine += [blank] * (rows - len(mine))

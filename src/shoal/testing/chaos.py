@@ -109,7 +109,7 @@ class Trial:
         return trial
 
     def _add(self, kind: str, step: int, workers: int, draw: random.Random) -> int:
-        """Plan a fault; the number of workers from then on. Nobody is killed twice while it computes the same atoms."""
+        """Plan a fault; the number of workers from then on. Nobody is killed twice with the same samples."""
         plan, (one, two) = self.plan, [f"worker-{seat}" for seat in draw.sample(range(workers), 2)]
         match kind:
             case "kill":

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.core.atoms import cut
 from shoal.core.events import AnyEvent
 from shoal.data.parcel import seal, unseal
 from shoal.syncs.server import messages as said
@@ -174,8 +173,8 @@ class SimServer:
 
     def whole(self, step: int, leases: set[Lease]) -> bool:
         edges = sorted((lease.start, lease.stop) for lease in leases)
-        atoms = len(cut(self.world.setup.course.step(step).samples))
-        return [start for start, _ in edges] == [0, *(stop for _, stop in edges)][:-1] and edges[-1][1] == atoms
+        samples = self.world.setup.course.step(step).samples
+        return [start for start, _ in edges] == [0, *(stop for _, stop in edges)][:-1] and edges[-1][1] == samples
 
     def seal_step(self, shard: int, step: int) -> None:
         mine = self.shards[shard]
@@ -310,8 +309,7 @@ class SimWorker:
                 self.acknowledged[number] = self.placement.holders[number].server
             return
         lease, self.work = work.lease, None
-        atoms = cut(self.world.setup.course.step(lease.step).samples)[lease.start : lease.stop]
-        samples = atoms[-1].stop - atoms[0].start
+        samples = lease.stop - lease.start
         done = said.Done(lease, self.read, 0.01, self.world.loss(lease) * samples, samples, {"log": (samples, samples)})
         self.world.say(self.seat, done, self.world.made(self, samples))
 

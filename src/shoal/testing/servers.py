@@ -51,7 +51,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     held: bool
     """Whether as holder; else as mirror."""
     ranges: list[tuple[int, int]]
-    """The atoms that are in it."""
+    """The positions that are in it."""
     digest: str
     """Of the shard's weights afterwards."""
 
@@ -70,7 +70,7 @@ class ServerLedger:
     def write(
         self, *, server: int, term: int, step: int, shards: Mapping[int, tuple[bool, str, Sequence[tuple[int, int]]]]
     ) -> None:
-        """A line for each shard: whether it is held, a digest, and the atoms. In one call: whole lines, or none."""
+        """A line for each shard: whether it is held, a digest, and the positions. In one call: whole lines, or none."""
         now, pid = time.monotonic(), os.getpid()
         lines = [
             _encode(
@@ -124,8 +124,8 @@ class ServerAudit:
 def audit_servers(folder: str | os.PathLike[str], course: Course, steps: int, *, digests: bool = True) -> ServerAudit:
     """Read what servers wrote in `folder`, of a run of so many steps through `course`, and check what must hold.
 
-    On every shard each step is applied, with each of its atoms once; whoever has applied it, as holder or mirror, has
-    the same weights, bit for bit; no process goes back. Without `digests` weights are not compared: with
+    On every shard each step is applied, with each of its positions once; whoever has applied it, as holder or mirror,
+    has the same weights, bit for bit; no process goes back. Without `digests` weights are not compared: with
     `apply=arrival` a holder is ahead of its mirror by gradients of later steps. Raises ConfigError if there is nothing
     to read.
     """
@@ -169,9 +169,9 @@ def _of_shard(
         if step >= steps:
             yield f"{where}: it was applied, and the run has {steps} steps"
             continue
-        atoms = len(course.step(step).atoms())
+        samples = course.step(step).samples
         for record in records:
-            yield from (f"{where}, server {record.server}: {what}" for what in _partition(record.ranges, atoms))
+            yield from (f"{where}, server {record.server}: {what}" for what in _partition(record.ranges, samples))
         by_attempt: dict[int, set[str]] = defaultdict(set)
         for record in records:
             by_attempt[record.attempt].add(record.digest)
@@ -185,18 +185,18 @@ def _of_shard(
                 yield f"{where}: the weights differ: {names}"
 
 
-def _partition(ranges: Sequence[tuple[int, int]], atoms: int) -> Iterator[str]:
+def _partition(ranges: Sequence[tuple[int, int]], samples: int) -> Iterator[str]:
     reached = 0
     for start, stop in sorted(ranges):
         if start > reached:
-            yield f"atoms {reached} to {start - 1} are missing"
+            yield f"positions {reached} to {start - 1} are missing"
         if start < reached:
-            yield f"atoms {start} to {min(reached, stop) - 1} count twice"
+            yield f"positions {start} to {min(reached, stop) - 1} count twice"
         reached = max(reached, stop)
-    if reached < atoms:
-        yield f"atoms {reached} to {atoms - 1} are missing"
-    if reached > atoms:
-        yield f"atoms up to {reached - 1} count, and the step has {atoms}"
+    if reached < samples:
+        yield f"positions {reached} to {samples - 1} are missing"
+    if reached > samples:
+        yield f"positions up to {reached - 1} count, and the step has {samples}"
 
 
 def _of_process(name: str, records: Sequence[ShardRecord]) -> Iterator[str]:

@@ -99,6 +99,10 @@ class Clerk:
             calm=CALM_STEPS,
             least=least_samples(model),
         )
+        # where workers are in step, who is fast must not change what comes out; else it does anyway, and that is said
+        self._timed = setup.spec.bound != 0
+        self._seen = False
+        self._book.paced = self._timed
         self._places = Places(setup, hands.send, hands.start_server, hosts)
         self._story = Story(setup, recipe, model, resumed)
         self._keeping = Keeping(setup, model, self._story, saving)
@@ -129,8 +133,8 @@ class Clerk:
         worker = self._workers.get(seat)
         if worker is None or worker.lease is None or self._book.idle(seat):
             return None
-        lease, atoms = worker.lease, self._setup.course.step(worker.lease.step).atoms()
-        return lease, (atoms[lease.start].start, atoms[lease.stop - 1].stop - 1)
+        lease, start = worker.lease, self._setup.course.step(worker.lease.step).start
+        return lease, (start + lease.start, start + lease.stop - 1)
 
     # -- what the supervisor calls -------------------------------------------------------------------------------------
 
@@ -266,6 +270,8 @@ class Clerk:
         if worker.lease != done.lease:
             return  # it was given another one instead
         worker.lease = None
+        self._seen |= not done.unseen
+        self._book.paced = self._timed or not self._seen
         if worker.void:
             worker.void = False
             self._book.left(seat)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from shoal.core.atoms import cut
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
 from shoal.core.events import AnyEvent, EpochDone, EvalDone, Notice, StepDone
 from shoal.layouts.single import Change
@@ -163,7 +162,7 @@ class Steps:
         """Mean loss and weight of a step. Raises if they are no numbers to go on with."""
         ranges = [(part.done.lease.start, part.done.lease.stop) for part in parts]
         ends = [0, *(stop for _, stop in ranges)]
-        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != len(cut(self._setup.course.step(step).samples)):
+        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != self._setup.course.step(step).samples:
             raise BooksDiffer(
                 f"the leases of step {step + 1} are {ranges}, which is not the whole step once; please report it"
             )
@@ -182,8 +181,7 @@ class Steps:
         where, positions = "", None
         if culprit is not None:
             span, lease = self._setup.course.step(step), culprit.done.lease
-            atoms = span.atoms()[lease.start : lease.stop]
-            positions = atoms[0].start, atoms[-1].stop - 1
+            positions = span.start + lease.start, span.start + lease.stop - 1
             samples = positions_in_words(self._setup.course, self._setup.seed, span.epoch, *positions)
             where = f" on worker {culprit.worker} ({samples})"
         return NotFiniteError(

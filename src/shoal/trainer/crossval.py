@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import Subset
 
 from shoal.core import settings
-from shoal.core.atoms import Course, share
+from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
 from shoal.core.permutation import Permutation
+from shoal.core.slices import evenly
 from shoal.data.fetch import check_data
 from shoal.trainer.configure import spelt
 from shoal.trainer.result import Result
@@ -48,7 +49,7 @@ def cross_validate(trainer: Trainer, folds: int = 5) -> CrossValidation:
     initial = copy.deepcopy(trainer.model.state_dict())
     figures, results = [], []
     try:
-        for number, positions in enumerate(share(size, folds)):
+        for number, positions in enumerate(evenly(size, folds)):
             held_out = sorted(order[positions.start : positions.stop])
             rest = sorted(order[: positions.start] + order[positions.stop :])
             trainer.model.load_state_dict(initial)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.core.atoms import Span, forwards, share
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.events import Notice
 from shoal.core.keys import derive
+from shoal.core.slices import Forward, deal, forwards
 from shoal.data.fetch import Fetcher, Positions, Request, check_data
 from shoal.draws.calls import Calls
 from shoal.draws.stand import standing
@@ -51,7 +51,7 @@ class Part:
         self._session = session
         self._size = check_data(data, name, collate)
         self._batch = batch
-        self._spans: list[Span] = []
+        self._parts: tuple[Forward, ...] = ()
         self._loader = session.loader({name: Fetcher(data, collate, name=name)}, data_workers)
         self._name = name
         self._key = derive(session.seed, name)
@@ -63,17 +63,17 @@ class Part:
         seed = derive(self._session.seed, "draws", self._name)
         self._calls.keying.names = self._session.keyed.keying.names
         with standing(), counted.counting():
-            for span, batch in self._batches():
+            for own, batch in self._batches():
 
-                def part(start: int, stop: int, span: Span = span, batch: Any = batch) -> Made:
-                    whole = stop - start == span.samples
+                def part(start: int, stop: int, own: Forward = own, batch: Any = batch) -> Made:
+                    whole = stop - start == own.samples
                     counted.begin()
                     try:
-                        return compute(batch if whole else self._fetched(span.start + start, span.start + stop))
+                        return compute(batch if whole else self._fetched(own.start + start, own.start + stop))
                     finally:
                         counted.end()
 
-                yield span.samples, self._calls.make(span.start, span.samples, seed, part)
+                yield own.samples, self._calls.make(own.start, own.samples, seed, part)
                 self._say()
 
     def _fetched(self, start: int, stop: int) -> Any:
@@ -86,24 +86,22 @@ class Part:
             self._said = True
             self._session.channel.emit(Notice(step=self._session.step, text=f"in {self._name}, {by_forward(why)}"))
 
-    def _batches(self) -> Iterator[tuple[Span, Any]]:
-        positions = share(self._size, self._session.workers)[self._session.rank]
-        whole = Span(0, positions.start, positions.stop)
-        self._spans = [part for (part,) in forwards([whole], self._batch, alone=True)] if positions else []
+    def _batches(self) -> Iterator[tuple[Forward, Any]]:
+        self._parts = forwards(deal(self._size, self._session.workers)[self._session.rank], self._batch)
         stream = self._loader.open(self._name, self._request)
         try:
-            for span in self._spans:
+            for part in self._parts:
                 (batch,) = stream.take() or [None]
-                yield span, moved(batch, self._session.device)
+                yield part, moved(batch, self._session.device)
         finally:
             stream.close()
 
     def _request(self, number: int) -> Request | None:
-        if number >= len(self._spans):
+        if number >= len(self._parts):
             return None
-        span = self._spans[number]
+        part = self._parts[number]
         # positions are the indices of samples: neither the size of batches nor the number of workers has a say
-        return (Positions(range(span.start, span.stop), self._key, span.start),)
+        return (Positions(range(part.start, part.stop), self._key, part.start),)
 
     def close(self) -> None:
         self._loader.close()

@@ -16,7 +16,6 @@ import msgspec
 
 from shoal.comm.strings import SAME_ORDER
 from shoal.core import errors
-from shoal.core.atoms import cut
 from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
 from shoal.core.seats import FIRST_SERVER, name_of
 from shoal.core.traces import own_traceback, place_of
@@ -133,11 +132,10 @@ def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | 
     if session.evaluating:
         return f"in the evaluation after step {session.step}, ", session.step, None
     at = session.where
-    atoms = cut(at.samples)
-    mine = session.share_of(atoms)
-    if mine.start == mine.stop:
+    own = session.own_of(at)
+    if not own:
         return f"in step {at.step + 1} (it has no samples of this batch), ", at.step, None
-    positions = at.start + atoms[mine.start].start, at.start + atoms[mine.stop - 1].stop - 1
+    positions = at.start + own.start, at.start + own.stop - 1
     return f"in step {at.step + 1} (positions {positions[0]}–{positions[1]} of its epoch), ", at.step, positions
 
 

@@ -15,7 +15,7 @@ from shoal.draws.others import forget_others, others_moved, seed_others, watch_o
 from shoal.draws.sites import Names, Rule, as_tree, from_tree, guess
 from shoal.draws.stand import standing
 from shoal.trainer import counted
-from shoal.trainer.proof.examine import Finding
+from shoal.trainer.proof.examine import Finding, Kind
 
 _MOST_REHEARSALS = 20
 """After so many, what is drawn at new sites is guessed: a model that draws from ever new ones would never get on."""
@@ -39,6 +39,8 @@ class Keyed:
         self.proven = False
         """Whether the first batch was examined."""
         self.finding: Finding | None = None
+        self.held = False
+        """Whether what was examined added up: then nobody sees how a step is split."""
         self.unit = 1.0
         """What a sample weighs, where targets are counted. Another one than 1 only once all workers have agreed on it:
         their weights are added."""
@@ -138,6 +140,7 @@ class Keyed:
             self.by_forward(finding.by_forward)
         if counts:
             self.proven, self.finding = True, finding
+            self.held = finding.kind is Kind.PROVEN
             if finding.unit != 1.0 == self.unit:
                 self._unit, self.pending = finding.unit, True
 
@@ -164,6 +167,7 @@ class Keyed:
             "by_forward": self.keying.by_forward,
             "unit": self.unit,
             "draws": self.draws,
+            "held": self.held,
         }
 
     def load(self, tree: Mapping[str, Any], *, proven: bool) -> None:
@@ -172,6 +176,7 @@ class Keyed:
         self.keying.by_forward = tree["by_forward"]
         self.unit = float(tree["unit"])
         self.draws = bool(tree["draws"])
+        self.held = bool(tree.get("held", False))
         self.proven = proven
         self.pending = False
 

@@ -1,4 +1,4 @@
-"""Computing a lease: some atoms of one step, whose gradient goes to servers.
+"""Computing a lease: some positions of one step, whose gradient goes to servers.
 
 A worker that is led by a clerk has no group and applies nothing. All that a step does up to its exchange is the same,
 so that a step cut into leases has the gradient that `Step` computes: the same samples, seeds, forwards and scaling.
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import SoloGroup
-from shoal.core.atoms import Course, Span, StepSpan, cut
+from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import ConfigError
+from shoal.core.slices import Forward, Slices
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
 from shoal.elastic.board import Place
@@ -28,12 +29,8 @@ from shoal.trainer.channel import Channel
 from shoal.trainer.fit import Recipe
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start
-from shoal.trainer.step import Loop, Step
+from shoal.trainer.step import Loop, Step, room
 from shoal.trainer.tables import Embeddings
-
-_ROOM = 1.5
-"""A forward has at most so many times the samples of an equal share of the batch: a fast worker gets longer leases,
-and one that has to do the work of others must not run out of memory."""
 
 
 class Servers(Protocol):
@@ -115,8 +112,8 @@ class LeasedSession(Session):
     def alone(self) -> bool:
         return False  # leases cut steps as they will
 
-    def share_of(self, atoms: Sequence[Span]) -> range:
-        return range(len(atoms)) if self.lease is None else range(self.lease.start, self.lease.stop)
+    def own_of(self, step: StepSpan) -> range:
+        return range(step.samples) if self.lease is None else range(self.lease.start, self.lease.stop)
 
     def at(self, step: StepSpan | None) -> None:
         """Which step it is in, for messages."""
@@ -165,38 +162,37 @@ def params_of(model: nn.Module, setup: Setup) -> list[tuple[str, nn.Parameter]]:
 
 
 class LeaseLoop(Loop):
-    """The batches of leases. The next one is expected to be of the same atoms, in the next step, and loaded ahead."""
+    """The batches of leases. The next one is expected to have the same positions in the next step, and loaded ahead."""
 
     def __init__(
         self, session: LeasedSession, course: Course, fetcher: Fetcher, loader: Loader, *, limit: int, total: int
     ) -> None:
-        self._atoms = 0, 1, 1
+        self._range = 0, 1, 1
         self._next = 0
         self._right = False
-        self._ahead: tuple[int, list[tuple[list[Span], Any]]] | None = None
+        self._ahead: tuple[int, list[tuple[Forward, Any]]] | None = None
         super().__init__(session, course, fetcher, loader, limit=limit, start=0, total=total)
 
-    def spans(self, samples: int, rank: int) -> list[Span]:
-        atoms = cut(samples)
-        start, stop = self._expected(len(atoms))
-        return list(atoms[start:stop])
+    def slices(self, samples: int) -> Slices:
+        start, stop = self._expected(samples)
+        return (range(start, stop),)
 
-    def _expected(self, count: int) -> tuple[int, int]:
-        """Which of so many atoms; a short step has less of them."""
-        start, stop, of = self._atoms
-        return start * count // of, stop * count // of
+    def _expected(self, samples: int) -> tuple[int, int]:
+        """Which positions of a step of so many; a short one has less of them."""
+        start, stop, of = self._range
+        return start * samples // of, stop * samples // of
 
     def turn(self, lease: Lease) -> None:
         """This lease is taken next."""
-        count = len(cut(self.course.step(lease.step).samples))
-        if not 0 <= lease.start < lease.stop <= count:
-            raise ConfigError(f"a lease of the atoms {lease.start}…{lease.stop - 1} of a step that has {count}")
-        self._right = self._next == lease.step and self._expected(count) == (lease.start, lease.stop)
+        samples = self.course.step(lease.step).samples
+        if not 0 <= lease.start < lease.stop <= samples:
+            raise ConfigError(f"a lease of the positions {lease.start}…{lease.stop - 1} of a step that has {samples}")
+        self._right = self._next == lease.step and self._expected(samples) == (lease.start, lease.stop)
         if not self._right:
-            self._atoms = lease.start, lease.stop, count
+            self._range = lease.start, lease.stop, samples
             self.regrouped(lease.step)
 
-    def take(self, step: StepSpan) -> list[tuple[list[Span], Any]]:
+    def take(self, step: StepSpan) -> list[tuple[Forward, Any]]:
         self._next = step.step + 1
         if self._ahead is None:
             return super().take(step)
@@ -236,7 +232,7 @@ class LeaseStep(Step):
     def __init__(self, session: LeasedSession, loop: LeaseLoop, lease: Lease) -> None:
         super().__init__(session, loop, loop.course.step(lease.step))
         self.lease = lease
-        self.own = self._atoms[lease.start : lease.stop]
+        self.own = range(lease.start, lease.stop)
 
     def load(self) -> None:
         """Have the batches. Else that is part of the first forward."""
@@ -282,7 +278,7 @@ class LeaseStep(Step):
             loss = self._loss / self._weight if self._weight > 0.0 else self._loss
             raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {norm}")
 
-    def _culprit(self) -> tuple[int | None, Sequence[Span], list[int]]:
+    def _culprit(self) -> tuple[int | None, range, list[int]]:
         return self._session.seat, self.own, self._strange_samples()
 
 
@@ -303,6 +299,8 @@ class Outcome(NamedTuple):
     """What a person should know."""
     aside: float = 0.0
     """Seconds that examining the loss took, besides."""
+    unseen: bool = False
+    """Whether nobody sees how a step is cut."""
 
 
 class Leases:
@@ -322,7 +320,7 @@ class Leases:
         self._names = dict(model.named_buffers())
         fetcher = Fetcher(recipe.data, recipe.collate)
         self._loader = session.loader({"data": fetcher}, recipe.data_workers)
-        limit = recipe.micro_batch or _limit(setup.course, workers)
+        limit = recipe.micro_batch or room(min(setup.course.batch, setup.course.size), workers)
         self.loop = LeaseLoop(session, setup.course, fetcher, self._loader, limit=limit, total=setup.total)
         self.loop.least = least_samples(model)
         session.keyed.know([model])
@@ -395,10 +393,11 @@ class Leases:
         begun = time.perf_counter()
         self._servers.push(scale=scale, used=session.used())
         session.times.exchange += time.perf_counter() - begun
-        session.samples += sum(span.samples for span in step.own)
+        session.samples += len(step.own)
         sent = self._servers.sent - sent
         notices = session.buffers.notices()
-        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices, step.rehearsed)
+        aside, unseen = step.rehearsed, session.split_is_unseen
+        return Outcome(seconds, step.loss, step.weight, step.logs(), sent, changed, notices, aside, unseen)
 
     def close(self) -> None:
         with suppress(Exception):
@@ -410,9 +409,3 @@ class Leases:
 def least_samples(model: nn.Module) -> int:
     """That must be computed together: one sample alone has no variance, and BatchNorm fails."""
     return 2 if uses_batch_statistics(model) else 1
-
-
-def _limit(course: Course, workers: int) -> int:
-    full = min(course.batch, course.size)
-    largest_atom = max(atom.samples for atom in cut(full))
-    return max(largest_atom, min(full, int(_ROOM * -(-full // workers))))

@@ -114,7 +114,7 @@ class Story:
         return total / weight if weight else float("nan")
 
     def add(self, step: int, loss: float, weight: float, samples: int, buffers: Sequence[Change]) -> None:
-        """A step was applied. `buffers` is what its forwards made of them, in order of atoms."""
+        """A step was applied. `buffers` is what its forwards made of them, in order of positions."""
         if step % self._setup.course.steps_per_epoch == 0:
             self.epoch = [0.0, 0.0]
         self.epoch = [self.epoch[0] + loss * weight, self.epoch[1] + weight]

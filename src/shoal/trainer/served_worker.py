@@ -280,6 +280,7 @@ class _Worker:
                 logs=outcome.logs,
                 sent=outcome.sent,
                 aside=outcome.aside,
+                unseen=outcome.unseen,
             ),
             [outcome.buffers, outcome.notices] if outcome.buffers or outcome.notices else None,
         )

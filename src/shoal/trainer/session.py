@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
-from shoal.core.atoms import Course, Span, StepSpan, share_atoms
+from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import CheckpointMismatch, ConfigError
 from shoal.core.events import Notice, WorkerSeen
 from shoal.core.spec import AnyCodec, NoCodec
@@ -36,7 +36,7 @@ from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
 from shoal.elastic.board import Phase, Place
 from shoal.engines.activity import Activity
-from shoal.layouts.single import Buffers
+from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.encoding import Encoding
 from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
@@ -132,6 +132,8 @@ class Session:
         self._earlier = Traffic()
         self._counted = Traffic()
         self._running: Loop | None = None
+        self._own: Callable[[int], range] = range
+        """Of the loop under way, or of the last one: an error is told of when it has ended."""
         self._origin = 0
         self._settled_told = False
         self._said_idle = ""
@@ -239,6 +241,7 @@ class Session:
         loop = self._running = Loop(
             self, course, fetcher, loader, limit=micro_batch, start=start, total=total, least=self._least
         )
+        self._own = loop.own
         self.proof.begin(start, course, older=self._older)
         self.keyed.know(self._replica.modules())
         drawing = self.keyed.within()
@@ -333,9 +336,9 @@ class Session:
         """The step under way, for messages."""
         return self._at
 
-    def share_of(self, atoms: Sequence[Span]) -> range:
-        """Which of a step's atoms this worker computes, for messages."""
-        return share_atoms(atoms, self.workers, self._least)[self.rank]
+    def own_of(self, step: StepSpan) -> range:
+        """Which positions of a step this worker computes, for messages."""
+        return self._own(step.samples)
 
     @property
     def epoch_loss(self) -> float:
@@ -644,6 +647,13 @@ class Session:
         )
 
     @property
+    def split_is_unseen(self) -> bool:
+        """Whether the result is the same however a step is split over workers, as far as the proof tells."""
+        if self.deterministic or not self.keyed.held or self.keyed.keying.by_forward:
+            return False
+        return not any(map(uses_batch_statistics, self._replica.modules()))
+
+    @property
     def alone(self) -> bool:
         """Whether a step is one forward over its whole batch."""
         whole = self._running is None or self._running.whole
@@ -682,7 +692,7 @@ class Session:
 
     def _vectors(self, trained: Trained) -> tuple[int, int]:
         sums, doubles = self.sums_size
-        return sums + FLAGS + len(trained.params), doubles
+        return sums + FLAGS + self.workers + len(trained.params), doubles
 
     @property
     def sums_size(self) -> tuple[int, int]:
@@ -730,7 +740,8 @@ class Session:
         self.channel.emit(
             run_started(self.step, run_id, run_dir, self.workers, course, total, self._replica.modules(), optimizers)
         )
-        text = idle_words(course, self.workers, max(self.workers, self.most_workers), self._least)
+        most = max(self.workers, self.most_workers)
+        text = idle_words(course, self.workers, most, self._least, by_atom=self.deterministic)
         if text and text != self._said_idle:
             self._said_idle = text
             self.channel.emit(Notice(step=self.step, text=text))

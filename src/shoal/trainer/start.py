@@ -38,7 +38,7 @@ REACH_SECONDS = 1.0
 ROOT_CAUSE_SECONDS = 2.0
 """How long to wait for the worker whose end broke the others' group."""
 
-MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+MOST_WORKERS = max(1024, 16 * (os.cpu_count() or 1))
 """More than that on this machine is a mistake, and would take minutes to find out."""
 
 

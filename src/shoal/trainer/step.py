@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.core.atoms import Course, Span, StepSpan, cut, forwards, samples_of, share_atoms
+from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import EpochDone, Notice, StepDone
 from shoal.core.keys import derive
+from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
+from shoal.core.slices import Forward, Pace, Slices, better, deal, forwards, forwards_by_atom
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
 from shoal.data.tree import leaves
@@ -47,9 +49,12 @@ _SAVE = _LEAVE + 1
 FLAGS = _SAVE + 1
 """Flags before those of the parameters: one for each reason to stop, one that asks all workers to agree on something
 new in this step, one that asks all to leave the group after it, because members are to change, and one that asks all
-for their part of a checkpoint."""
+for their part of a checkpoint. Behind them each worker has a place for its pace."""
 ENOUGH_SAMPLES = 8
 """Samples that are examined, where a forward has so many."""
+ROOM = 1.5
+"""A forward has at most so many times the samples of an equal share of a full step, if `micro_batch` does not say it: a
+fast worker may have more than the others, and one that does the work of those who died must not run out of memory."""
 HEAD = 2
 """Sums in double precision before those of buffers: weight, loss."""
 
@@ -81,6 +86,11 @@ def positions_in_words(course: Course, seed: int, epoch: int, first: int, last: 
     return f"positions {first}–{last} of epoch {epoch + 1}: {items}"
 
 
+def room(full: int, workers: int) -> int:
+    """Samples in one forward at most, of full steps of so many."""
+    return min(full, int(ROOM * -(-full // workers)))
+
+
 class Loop:
     """What all steps of one loop share: the course through the data, and its loading."""
 
@@ -101,31 +111,32 @@ class Loop:
         self.least = least
         """Samples in one forward at least, where a step has enough."""
         self.fetcher = fetcher
-        # Never more at once than in a full step: what fails over from others cannot run this worker out of memory.
-        full = min(course.batch, course.size)
-        largest_atom = max(atom.samples for atom in cut(full))
         self._given = limit
-        self.limit = limit or max(largest_atom, samples_of(self.spans(full, session.rank)))
-        """And at most."""
         self._total = total
         self._permutation: tuple[int, Permutation] | None = None
-        self._groups: dict[int, list[list[Span]]] = {}
-        self._asked: dict[int, list[list[Span]]] = {}
-        self._own: dict[int, int] = {}
+        self._slices: dict[int, Slices] = {}
+        self._pace: Pace = ()
+        self.lately = Lately()
+        """Seconds that this worker took for a sample, in the latest steps."""
+        self._asked: dict[int, tuple[Forward, ...]] = {}
+        full = min(course.batch, course.size)
+        self.limit = limit or room(full, session.workers)
+        """And at most."""
         self._stream: Stream = loader.open("data", self._request, start)
 
-    def spans(self, samples: int, rank: int) -> list[Span]:
-        """The atoms that a worker computes of a step of so many samples, counted from the step's first one."""
-        atoms = cut(samples)
-        return [atoms[number] for number in share_atoms(atoms, self.session.workers, self.least)[rank]]
+    def slices(self, samples: int) -> Slices:
+        """Who computes which positions of a step of so many samples, in order of rank."""
+        if samples not in self._slices:
+            session = self.session
+            by_atom = session.deterministic
+            self._slices[samples] = deal(samples, session.workers, self._pace, least=self.least, by_atom=by_atom)
+        return self._slices[samples]
 
-    def own_samples(self, samples: int) -> int:
-        """How many of a step's samples this worker computes."""
-        if samples not in self._own:
-            self._own[samples] = samples_of(self.spans(samples, self.session.rank))
-        return self._own[samples]
+    def own(self, samples: int) -> range:
+        """The positions of a step of so many samples that this worker computes."""
+        return self.slices(samples)[self.session.rank]
 
-    def take(self, step: StepSpan) -> list[tuple[list[Span], Any]]:
+    def take(self, step: StepSpan) -> list[tuple[Forward, Any]]:
         """This worker's forwards in a step, and their batches. Steps must be taken in order."""
         batches = self._stream.take()
         assert batches is not None
@@ -136,14 +147,14 @@ class Loop:
         """Whether nothing but the workers cuts a step."""
         return not self.session.deterministic and (self._given is None or self._given >= self.course.batch)
 
-    def again(self, step: StepSpan, spans: Sequence[Span]) -> Any:
+    def again(self, step: StepSpan, forward: Forward) -> Any:
         """The batch of a forward, made anew."""
-        (batch,) = self.fetcher.fetch(self._asking(step, [spans]))
+        (batch,) = self.fetcher.fetch(self._asking(step, [forward]))
         return batch
 
     def parts(self, step: StepSpan, start: int, samples: int) -> Callable[[int, int], Any]:
         """For trials: makes batches of samples of a step, counted from the one at `start`."""
-        (wanted,) = self._asking(step, [[Span(0, start, start + samples)]])
+        (wanted,) = self._asking(step, [Forward(start, start + samples)])
         return self.fetcher.parts(wanted)
 
     def rehearsed(self, step: StepSpan) -> int:
@@ -161,10 +172,21 @@ class Loop:
         self._asked.clear()
         self._stream.reset(number)
 
+    def heard(self, pace: Pace, number: int) -> None:
+        """All have told their pace, in step `number` − 1: deal by it from this step on, if that is worth it."""
+        full = min(self.course.batch, self.course.size)
+        pace = better(self._pace, pace, full, least=self.least)
+        if pace != self._pace:
+            self._pace = pace
+            self._deal_anew(number)
+
     def regrouped(self, number: int) -> None:
-        """Members have changed: this worker has other atoms from this step on."""
-        self._groups.clear()
-        self._own.clear()
+        """Members have changed: this worker has other positions from this step on."""
+        self._pace, self.lately = (), Lately()
+        self._deal_anew(number)
+
+    def _deal_anew(self, number: int) -> None:
+        self._slices.clear()
         self.from_now_on(number)
 
     def close(self) -> None:
@@ -174,24 +196,23 @@ class Loop:
         if number >= self._total:
             return None
         step = self.course.step(number)
-        if step.samples not in self._groups:
-            spans = self.spans(step.samples, self.session.rank)
-            alone = self.session.deterministic
-            self._groups[step.samples] = forwards(spans, self.limit, alone=alone, least=self.least)
-        self._asked[number] = self._groups[step.samples]
-        return self._asking(step, self._groups[step.samples])
+        own = self.own(step.samples)
+        if self.session.deterministic:
+            self._asked[number] = forwards_by_atom(own, self.limit, step.samples)
+        else:
+            self._asked[number] = forwards(own, self.limit, least=self.least)
+        return self._asking(step, self._asked[number])
 
-    def _asking(self, step: StepSpan, groups: Sequence[Sequence[Span]]) -> Request:
+    def _asking(self, step: StepSpan, parts: Sequence[Forward]) -> Request:
         if self._permutation is None or self._permutation[0] != step.epoch:
             self._permutation = step.epoch, Permutation(self.course.size, order_key(self.session.seed, step.epoch))
         key = derive(self.session.seed, "data", step.step)
-        return tuple(self._positions(step, group, key) for group in groups)
+        return tuple(self._positions(step, part, key) for part in parts)
 
-    def _positions(self, step: StepSpan, group: Sequence[Span], key: int) -> Positions:
+    def _positions(self, step: StepSpan, part: Forward, key: int) -> Positions:
         assert self._permutation is not None
-        first, last = group[0].start, group[-1].stop
-        indices = self._permutation[1].span(step.start + first, step.start + last).tolist()
-        return Positions(indices, key, first)
+        indices = self._permutation[1].span(step.start + part.start, step.start + part.stop).tolist()
+        return Positions(indices, key, part.start)
 
 
 class Step:
@@ -207,8 +228,7 @@ class Step:
         self.span = span
         self._session = session
         self._loop = loop
-        self._atoms = cut(span.samples)
-        self._batches: list[tuple[list[Span], Any]] | None = None
+        self._batches: list[tuple[Forward, Any]] | None = None
         self._in_phase = False
         self._complete = True
         self._phases = 0
@@ -222,6 +242,8 @@ class Step:
         """The summed flags, where the exchange is part of the iteration."""
         self.rehearsed = 0.0
         """Seconds that examining the loss took."""
+        self._pace: Pace = ()
+        """Samples per second, of all workers, where all have told it."""
         self.overtaken = False
         """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
@@ -293,8 +315,8 @@ class Step:
         self._open_phase()
         place = 0
         while place < len(self._load()):
-            self._spans, batch = self._load()[place]
-            self._count = samples_of(self._spans)
+            self._part, batch = self._load()[place]
+            self._count = self._part.samples
             self._last = place + 1 == len(self._load())
             if place == 0 and self._session.proof.due(self.number, again=self._may_look_again):
                 yield from self._rehearse(0, self._loop.rehearsed(self.span), counts=True)
@@ -310,7 +332,7 @@ class Step:
                 self._logs, self._new_logs = logs, self._new_logs[:new]
                 if self._judged is Judgement.LEARN:
                     samples = min(MOST_SAMPLES, self._count)
-                    yield from self._rehearse(self._spans[0].start, samples, counts=False)
+                    yield from self._rehearse(self._part.start, samples, counts=False)
                 self._load_again(place)
                 continue
             if not self._calls:
@@ -319,6 +341,15 @@ class Step:
             place += 1
         self._session.inspection.close()
         self._complete = True
+        self._note_pace()
+
+    def _note_pace(self) -> None:
+        """How long this worker took for a sample, without waiting for others."""
+        own = len(self._loop.own(self.samples))
+        if own and self._phases == 1 and self._session.workers > 1:
+            begun, exposed, rehearsed = self._began
+            waited = self._session.group.account.exposed - exposed + self.rehearsed - rehearsed
+            self._loop.lately.add((time.perf_counter() - begun - waited) / own)
 
     @property
     def _may_look_again(self) -> bool:
@@ -332,16 +363,16 @@ class Step:
         self._session.buffers.open(self.samples)
         self._sums_size = self._session.sums_size
         self._exposed = self._session.group.account.exposed
+        self._began = time.perf_counter(), self._exposed, self.rehearsed
         self._session.inspection.open(self.number)
-        self._session.open_exchanges(len(self._atoms))
+        self._session.open_exchanges(atom_count(self.samples))
         self._session.enter(Phase.COMPUTE)
         if self._session.standing is not None:
             self._begin_computing(self._session.standing)
 
     def _begin_computing(self, standing: Standing) -> None:
-        mine = self._loop.spans(self.samples, self._session.rank)
-        start = self.span.start
-        standing.computes(*((start + mine[0].start, start + mine[-1].stop) if mine else (0, 0)))
+        own, start = self._loop.own(self.samples), self.span.start
+        standing.computes(*((start + own.start, start + own.stop) if own else (0, 0)))
         standing.fault("compute", self.number)
 
     def _count_exchange(self) -> None:
@@ -349,7 +380,7 @@ class Step:
         before, self._exposed = self._exposed, self._session.group.account.exposed
         self._session.times.exchange += self._exposed - before
 
-    def _load(self) -> list[tuple[list[Span], Any]]:
+    def _load(self) -> list[tuple[Forward, Any]]:
         if self._batches is None:
             begun = time.perf_counter()
             self._batches = self._to_device(self._loop.take(self.span))
@@ -359,17 +390,17 @@ class Step:
     def _load_again(self, place: int) -> None:
         """A batch anew: the loss may have changed the one that it got."""
         assert self._batches is not None
-        spans, _ = self._batches[place]
-        self._batches[place : place + 1] = self._to_device([(spans, self._loop.again(self.span, spans))])
+        part, _ = self._batches[place]
+        self._batches[place : place + 1] = self._to_device([(part, self._loop.again(self.span, part))])
 
-    def _to_device(self, batches: list[tuple[list[Span], Any]]) -> list[tuple[list[Span], Any]]:
+    def _to_device(self, batches: list[tuple[Forward, Any]]) -> list[tuple[Forward, Any]]:
         device = self._session.device
-        return batches if device.type == "cpu" else [(spans, moved(batch, device)) for spans, batch in batches]
+        return batches if device.type == "cpu" else [(part, moved(batch, device)) for part, batch in batches]
 
     def _forward(self, batch: Any) -> Iterator[Any]:
         """Within the yield: the forward of this batch, and its backward, in which activations may be computed again."""
         session = self._session
-        positions = range(self._spans[0].start, self._spans[-1].stop)
+        positions = range(self._part.start, self._part.stop)
         session.keyed.enter(self.number, self._phases - 1, positions, session.device)
         session.activity.done()  # with what came before: this forward is watched by itself
         try:
@@ -488,13 +519,13 @@ class Step:
                 entry[0] += value * self._count
                 entry[1] += self._count
             else:
-                self._new_logs.append((self._spans[0].atom, name, value * self._count, float(self._count)))
+                self._new_logs.append((self._part.start, name, value * self._count, float(self._count)))
 
     def _end_batch(self) -> None:
-        session, span = self._session, self._spans[-1]
-        session.buffers.after_forward(self._spans[0].atom, self._count)
-        if session.deterministic and span.stop == self._atoms[span.atom].stop:
-            session.atom_done(span.atom, *self._sums())
+        session, atom = self._session, self._part.atom
+        session.buffers.after_forward(self._part.start, self._count)
+        if atom is not None:
+            session.atom_done(atom, *self._sums())
             self._weight, self._loss, self._logs = 0.0, 0.0, {}
 
     def _sums(self) -> tuple[Tensor, Tensor]:
@@ -518,8 +549,20 @@ class Step:
         values.append(float(first and bool(news)))
         values.append(float(session.standing is not None and session.standing.leaving))
         values.append(float(first and session.wants_parts(self.number + 1)))
+        values += self._own_pace(first=first)
         values += exchange.used()
         return torch.from_numpy(np.array(values, np.float32)).to(session.device)
+
+    def _own_pace(self, *, first: bool) -> list[float]:
+        """Samples per second, at this worker's place. Only where nobody sees how a step is split: times change from run
+        to run, and must have no say in what comes out."""
+        session, lately = self._session, self._loop.lately
+        paces = [0.0] * session.workers
+        # all at the same steps: nobody deals by it before all have told theirs
+        due = first and (self.number + 1) % Lately.ENOUGH == 0
+        if due and lately.full and session.split_is_unseen:
+            paces[session.rank] = 1.0 / max(1e-9, lately.median)
+        return paces
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -553,7 +596,7 @@ class Step:
             if first:
                 self._update = self._settle(sums, doubles, agree=told[_AGREE] > 0)
         assert self._update is not None
-        self._set_gradients(trained, told[FLAGS:], self._update.weight)
+        self._set_gradients(trained, told[FLAGS + session.workers :], self._update.weight)
         for param in trained.frozen:
             param.grad = None  # thawed while the step was computed: it takes part from the next one on
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
@@ -584,7 +627,7 @@ class Step:
                 "deterministic runs, "
                 "name every optimizer before the loop: session.track(optimizer=optimizer)"
             )
-        return self._session.adopt(optimizer, len(self._atoms))
+        return self._session.adopt(optimizer, atom_count(self.samples))
 
     def _refuse_unapplied(self) -> None:
         if self._in_phase and self._complete and not self._applied:
@@ -601,6 +644,8 @@ class Step:
             self._session.standing.due = True
         if flags[_SAVE] > 0:
             self._session.parts_wanted = True
+        pace = tuple(flags[FLAGS : FLAGS + self._session.workers])
+        self._pace = pace if len(pace) > 1 and all(pace) else self._pace
 
     def _settle(self, sums: Tensor, doubles: Tensor, *, agree: bool) -> Update:
         """Read the summed vectors; where workers met something new in this step, agree on it."""
@@ -635,7 +680,7 @@ class Step:
         }
         logs: dict[str, list[float]] = {}
         changes: list[Change] = []
-        # in order of rank, hence of atoms: the sums do not depend on the number of workers
+        # in order of rank, hence of positions: the sums do not depend on the number of workers
         all_told = session.gather_for(f"what step {self.number + 1} has to agree on", mine)
         for told in all_told:
             for _, name, total, weight in told["logs"]:
@@ -669,10 +714,10 @@ class Step:
 
     def _not_finite(self, what: str) -> NotFiniteError:
         """Which worker, which parameter. Every worker comes here, from the same summed values."""
-        worker, spans, strange = self._culprit()
+        worker, computed, strange = self._culprit()
         where, positions = "", None
         if worker is not None:
-            positions = self.span.start + spans[0].start, self.span.start + spans[-1].stop - 1
+            positions = self.span.start + computed.start, self.span.start + computed.stop - 1
             order = self._loop.course, self._session.seed, self.epoch
             where = f" on worker {worker} ({positions_in_words(*order, *positions)}"
             if strange:
@@ -687,13 +732,15 @@ class Step:
             positions=positions,
         )
 
-    def _culprit(self) -> tuple[int | None, Sequence[Span], list[int]]:
+    def _culprit(self) -> tuple[int | None, range, list[int]]:
         """The first worker whose loss is not finite (None if there is none), what it computes, its strange samples."""
         own = self._own_loss
         strange = None if own - own == 0.0 else self._strange_samples()
         told = self._session.gather_for(f"the end of step {self.number + 1}, which is not finite", strange)
         culprit = next((rank for rank, strange in enumerate(told) if strange is not None), None)
-        return (None, (), []) if culprit is None else (culprit, self._loop.spans(self.samples, culprit), told[culprit])
+        if culprit is None:
+            return None, range(0), []
+        return culprit, self._loop.slices(self.samples)[culprit], told[culprit]
 
     def _strange_samples(self) -> list[int]:
         """Places in the step of this worker's samples that came with values that are not finite.
@@ -703,8 +750,8 @@ class Step:
         if self._loop.fetcher.collate is not None:
             return []
         found: set[int] = set()
-        for spans, batch in self._batches or ():
-            found.update(spans[0].start + row for row in _strange_rows(batch, sum(span.samples for span in spans)))
+        for part, batch in self._batches or ():
+            found.update(part.start + row for row in _strange_rows(batch, part.samples))
         return sorted(found)
 
     def _first_not_finite(self) -> str:
@@ -723,8 +770,7 @@ class Step:
     def _shares(self) -> list[list[tuple[int, int]]]:
         """For each rank the positions of the epoch that it computes."""
         start = self.span.start
-        shares = [self._loop.spans(self.samples, rank) for rank in range(self._session.workers)]
-        return [[(start + span.start, start + span.stop) for span in share] for share in shares]
+        return [[(start + own.start, start + own.stop)] if own else [] for own in self._loop.slices(self.samples)]
 
     def commit(self) -> Update | None:
         """The step is done; what was applied is what counts. Called by the loop if the body does not."""
@@ -738,7 +784,7 @@ class Step:
             return None
         if self._batches is None:
             self._loop.take(self.span)
-        session.samples += self._loop.own_samples(self.samples)
+        session.samples += len(self._loop.own(self.samples))
         session.committed(self.number + 1, update, self._per)
         if update is not None:
             done = StepDone(
@@ -759,6 +805,8 @@ class Step:
             session.standing.fault("commit", self.number)
         if self.span.stop == self._loop.course.size:
             session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
+        if self._pace:
+            self._loop.heard(self._pace, self.number + 1)
         return update
 
 

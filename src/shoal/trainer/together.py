@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shoal.core.atoms import LEAST_ATOMS, Course, cut, forwards, samples_of, share_atoms
+from shoal.core.atoms import LEAST_ATOMS, Course
 from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
+from shoal.core.slices import deal, forwards, forwards_by_atom
 from shoal.data.fetch import Fetcher, Positions, check_data
 from shoal.layouts.single import uses_batch_statistics
 from shoal.trainer.device import moved
@@ -63,12 +64,13 @@ def sizes_of(course: Course, start: int, total: int) -> list[int]:
 
 def has_lone(samples: int, members: Sequence[int], limit: int | None, *, apart: bool, least: int) -> bool:
     """Whether a forward of a step has a single sample, with any of these numbers of workers; `apart`: by atoms."""
-    atoms = cut(samples)
+    if apart:  # the same forwards for any number of workers
+        return any(part.samples == 1 for part in forwards_by_atom(range(samples), limit, samples))
     return any(
-        samples_of(group) == 1
+        part.samples == 1
         for count in members
-        for part in share_atoms(atoms, count, least)
-        for group in forwards(atoms[part.start : part.stop], limit, alone=apart, least=least)
+        for own in deal(samples, count, least=least)
+        for part in forwards(own, limit, least=least)
     )
 
 

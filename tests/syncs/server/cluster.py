@@ -52,7 +52,7 @@ from shoal.wire.link import Link
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 SECONDS = 20.0
 HALVES = ((0, 4), (4, 8))
-"""Of a step of 16 samples, which has 8 atoms."""
+"""Of a step of 8 samples."""
 Kind = TypeVar("Kind")
 _up = msgspec.msgpack.Decoder(Up)
 
@@ -77,7 +77,7 @@ def make_setup(spec: Server, **extra: Any) -> Setup:
         run="run",
         keys=Keys.make(),
         spec=spec,
-        course=Course(64, 16),
+        course=Course(32, 8),
         total=12,
         version=0,
         cut=layout,

@@ -43,7 +43,7 @@ def make_setup(
         run="r",
         keys=None,  # type: ignore[arg-type]  # nothing is sent
         spec=Server(**spec),
-        course=course or Course(size=40, batch=16),
+        course=course or Course(size=24, batch=8),
         total=total,
         version=0,
         cut=cut(params, whole=needs_whole(optimizer), shards=4),
@@ -75,20 +75,21 @@ def hold(setup: Setup, shard: int) -> Holding:
     return Holding(setup, shard, weights, setup.version)
 
 
-def atom_gradient(setup: Setup, step: int, atom: int) -> list[Tensor]:
-    """The gradient of one atom: the same for whoever computes it, and of few digits: sums in any order are equal."""
-    generator = torch.Generator().manual_seed(1000 * step + atom)
+def sample_gradient(setup: Setup, step: int, position: int) -> list[Tensor]:
+    """The gradient of one sample: the same for whoever computes it, and of few digits: sums in any order are equal."""
+    generator = torch.Generator().manual_seed(1000 * step + position)
     drawn = [torch.randn(param.shape, generator=generator) for _, param in setup.params]
     return [(value * 64).round().div(64).to(param.dtype) for value, (_, param) in zip(drawn, setup.params, strict=True)]
 
 
 def gradient(setup: Setup, lease: Lease) -> Tensor:
-    """The area of a lease's gradient: the sum of those of its atoms."""
+    """The area of a lease's gradient: the sum of those of its samples."""
     total = [torch.zeros_like(param) for _, param in setup.params]
-    for atom in range(lease.start, lease.stop):
-        total = [one.detach() + other for one, other in zip(total, atom_gradient(setup, lease.step, atom), strict=True)]
+    for position in range(lease.start, lease.stop):
+        drawn = sample_gradient(setup, lease.step, position)
+        total = [one.detach() + other for one, other in zip(total, drawn, strict=True)]
     return area_of(setup, total)
 
 
-def atoms(setup: Setup, step: int) -> int:
-    return len(setup.course.step(step).atoms())
+def samples(setup: Setup, step: int) -> int:
+    return setup.course.step(step).samples

@@ -21,7 +21,7 @@ from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.shard import Holding
 from shoal.syncs.server.used import pack_used
 
-from .setups import atoms, gradient, hold, make_setup, part
+from .setups import gradient, hold, make_setup, part, samples
 
 ALL = pack_used([True] * 4)
 SHARDS = (0, 2)
@@ -32,7 +32,7 @@ def order(step: int, **more: Any) -> Apply:
 
 
 def close_step(setup: Setup, holdings: dict[int, Holding], step: int) -> list[tuple[int, Record, Tensor]]:
-    lease = Lease(step, 0, atoms(setup, step))
+    lease = Lease(step, 0, samples(setup, step))
     closed = []
     for shard, holding in holdings.items():
         holding.take(lease, part(setup, gradient(setup, lease), shard), ALL, 1.0, torch.empty_like(holding.weights))

@@ -1,4 +1,4 @@
-"""A shard: every atom counts exactly once, mirrors are equal bit for bit, and the result is that of one optimizer."""
+"""A shard: every sample counts exactly once, mirrors are equal bit for bit, and the result is that of one optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.shard import Holding, Overlap, Unfit
 from shoal.syncs.server.used import is_used, pack_used
 
-from .setups import area_of, atom_gradient, atoms, gradient, hold, make_setup, part
+from .setups import area_of, gradient, hold, make_setup, part, sample_gradient, samples
 
 ALL = pack_used([True] * 4)
 
@@ -37,9 +37,9 @@ def room(holding: Holding) -> Tensor:
 
 
 def take_all(setup: Setup, holding: Holding, step: int, used: bytes = ALL, scale: float = 1.0) -> None:
-    middle = atoms(setup, step) // 2
+    middle = samples(setup, step) // 2
     into = room(holding)
-    for lease in (Lease(step, 0, middle), Lease(step, middle, atoms(setup, step))):
+    for lease in (Lease(step, 0, middle), Lease(step, middle, samples(setup, step))):
         assert holding.take(lease, part(setup, gradient(setup, lease), holding.number), used, scale, into)
 
 
@@ -53,8 +53,8 @@ def plain(
     rates: list[float] = []
     for step in range(steps):
         total = [torch.zeros_like(param) for param in params]
-        for atom in range(atoms(setup, step)):
-            total = [one + other for one, other in zip(total, atom_gradient(setup, step, atom), strict=True)]
+        for position in range(samples(setup, step)):
+            total = [one + other for one, other in zip(total, sample_gradient(setup, step, position), strict=True)]
         for param, one, has in zip(params, total, used, strict=True):
             param.grad = one.detach() * scale if has else None
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -94,7 +94,7 @@ def kinds() -> list[Any]:
 
 
 def thirds(setup: Setup, step: int) -> list[Lease]:
-    count = atoms(setup, step)
+    count = samples(setup, step)
     edges = [0, count // 3, 2 * count // 3, count]
     return [Lease(step, start, stop) for start, stop in pairwise(edges)]
 
@@ -115,7 +115,7 @@ def test_gradients_are_added_where_their_workers_left_them(
     for shard in range(len(setup.cut.shards)):
         holding, expected = hold(setup, shard), hold(setup, shard)
         for step in range(2):
-            parts = {1: [Lease(step, 0, atoms(setup, step))], 3: thirds(setup, step)}
+            parts = {1: [Lease(step, 0, samples(setup, step))], 3: thirds(setup, step)}
             parts[2] = [Lease(step, 0, parts[3][1].stop), parts[3][2]]
             into, plainly, slots = room(holding), room(holding), []
             for number, (lease, scale, on) in enumerate(zip(parts[leases], scales, lent, strict=False), 1):
@@ -187,7 +187,7 @@ def test_types_may_be_mixed() -> None:
     expected, _ = plain(setup, 1)
     for shard in range(len(setup.cut.shards)):
         holding = hold(setup, shard)
-        lease = Lease(0, 0, atoms(setup, 0))
+        lease = Lease(0, 0, samples(setup, 0))
         assert holding.take(lease, part(setup, gradient(setup, lease), shard), ALL, 1.0, room(holding))
         holding.apply(order(0))
         for mine, other in zip(
@@ -199,7 +199,7 @@ def test_types_may_be_mixed() -> None:
 def test_each_push_has_a_scale_of_its_own() -> None:
     setup = make_setup()
     holding = hold(setup, 0)
-    end = atoms(setup, 0)
+    end = samples(setup, 0)
     into = room(holding)
     first, second = Lease(0, 0, 1), Lease(0, 1, end)
     one, other = (part(setup, gradient(setup, lease), 0) for lease in (first, second))
@@ -221,12 +221,12 @@ def test_what_nobody_used_is_passed_over() -> None:
     for shard in range(len(setup.cut.shards)):
         holding = hold(setup, shard)
         for step in range(2):
-            middle = atoms(setup, step) // 2
+            middle = samples(setup, step) // 2
             into = room(holding)
             # each parameter that is used is so by one of two workers
             for lease, bits in (
                 (Lease(step, 0, middle), [True, False, False, False]),
-                (Lease(step, middle, atoms(setup, step)), [False, False, True, False]),
+                (Lease(step, middle, samples(setup, step)), [False, False, True, False]),
             ):
                 holding.take(lease, part(setup, gradient(setup, lease), shard), pack_used(bits), 1.0, into)
             holding.apply(order(step))
@@ -247,7 +247,7 @@ def test_the_norm_is_that_of_all_that_is_used() -> None:
         holding = hold(setup, shard)
         take_all(setup, holding, 0, pack_used([True, True, False, True]))
         squares.append(holding.norm(0))
-    lease = Lease(0, 0, atoms(setup, 0))
+    lease = Lease(0, 0, samples(setup, 0))
     area = gradient(setup, lease)
     flat = torch.cat([setup.cut.view(area, number).double().reshape(-1) for number in (0, 1, 3)])
     assert math.fsum(squares) == pytest.approx(float(flat.square().sum()), rel=1e-6)
@@ -257,7 +257,7 @@ def test_the_norm_is_that_of_all_that_is_used() -> None:
 def test_the_norm_of_large_numbers_is_finite_and_of_infinite_ones_not(number: float, finite: bool) -> None:
     setup = make_setup()
     holding = hold(setup, 0)
-    lease = Lease(0, 0, atoms(setup, 0))
+    lease = Lease(0, 0, samples(setup, 0))
     area = torch.zeros_like(holding.weights)
     setup.cut.pieces(area, 0)[0][5] = number
     holding.take(lease, area, ALL, 1.0, room(holding))
@@ -266,13 +266,13 @@ def test_the_norm_of_large_numbers_is_finite_and_of_infinite_ones_not(number: fl
         assert holding.norm(0) == pytest.approx(1e60, rel=1e-6)
 
 
-def test_a_step_needs_all_its_atoms() -> None:
+def test_a_step_needs_all_its_samples() -> None:
     setup = make_setup()
     holding = hold(setup, 0)
     before = holding.weights.clone()
     with pytest.raises(AuditError, match="no gradients of step 0"):
         holding.apply(order(0))
-    lease = Lease(0, 0, atoms(setup, 0) - 1)
+    lease = Lease(0, 0, samples(setup, 0) - 1)
     holding.take(lease, part(setup, gradient(setup, lease), 0), ALL, 1.0, room(holding))
     for call in (lambda: holding.close(0), lambda: holding.apply(order(0))):
         with pytest.raises(AuditError, match="each must come once"):
@@ -284,7 +284,7 @@ def test_a_step_needs_all_its_atoms() -> None:
 @pytest.mark.parametrize("ranges", [[(0, 3), (2, 8)], [(0, 8), (0, 8)], [(0, 4)], [(4, 8)], [(0, 8), (8, 9)], []])
 def test_a_mirror_refuses_a_record_that_is_no_partition(ranges: list[tuple[int, int]]) -> None:
     setup = make_setup()
-    assert atoms(setup, 0) == 8
+    assert samples(setup, 0) == 8
     holding = hold(setup, 0)
     with pytest.raises(AuditError):
         holding.give(Record(0, ranges, ALL), torch.zeros_like(holding.weights))
@@ -303,16 +303,16 @@ def test_steps_are_applied_in_order_and_once() -> None:
     assert torch.equal(holding.weights, after) and holding.version == 1
     holding.apply(order(1))
     assert holding.version == 2
-    assert holding.ledger() == (2, 32)
+    assert holding.ledger() == (2, 16)
 
 
 def test_the_last_step_of_an_epoch_is_shorter() -> None:
-    setup = make_setup(course=Course(size=21, batch=16))
+    setup = make_setup(course=Course(size=11, batch=8))
     holding = hold(setup, 0)
     for step in range(2):
         take_all(setup, holding, step)
         holding.apply(order(step))
-    assert holding.ledger() == (2, 21)
+    assert holding.ledger() == (2, 11)
 
 
 def test_a_lease_counts_once() -> None:
@@ -328,7 +328,7 @@ def test_a_lease_counts_once() -> None:
     assert not holding.take(lease, given, ALL, 1.0, into)
     assert torch.equal(into, once)
     for start, stop in ((0, 3), (4, 8), (3, 4), (0, 8)):
-        with pytest.raises(Overlap, match="overlaps the atoms 2 to 4"):
+        with pytest.raises(Overlap, match="overlaps the positions 2 to 4"):
             holding.take(Lease(0, start, stop), given, ALL, 1.0, into)
     assert torch.equal(into, once)
     holding.forget_open()
@@ -439,7 +439,7 @@ def test_a_copy_has_what_is_closed_and_not_what_is_open() -> None:
     holding.close(1)
     mirror = hold(setup, 0)
     mirror.load(from_bytes(to_bytes(holding.state())))
-    assert mirror.version == 1 and mirror.ledger() == holding.ledger() == (1, 16)
+    assert mirror.version == 1 and mirror.ledger() == holding.ledger() == (1, 8)
     assert mirror.is_closed(0) and mirror.is_closed(1) and not mirror.is_closed(2)
     holding.apply(order(1))
     mirror.apply(order(1))
@@ -551,7 +551,7 @@ def test_every_push_is_a_step_when_it_arrives(scale: float, through: bool) -> No
             holding.forget_open()
             holding.apply(order(0))
             holding.apply(order(1))
-            assert (holding.version, holding.ledger(), holding.rates) == (2, (2, 32), [0.01])
+            assert (holding.version, holding.ledger(), holding.rates) == (2, (2, 16), [0.01])
         assert torch.equal(holder.weights, before)
 
 
@@ -602,7 +602,7 @@ def test_the_rates_of_a_step_of_arrivals_are_those_that_its_pushes_were_applied_
     assert told == pytest.approx([0.01, 0.01, 0.01 * 0.25 + 0.005 * 0.75])
 
 
-def test_a_step_of_arrivals_needs_all_its_atoms() -> None:
+def test_a_step_of_arrivals_needs_all_its_samples() -> None:
     setup = make_setup(apply="arrival")
     holding = hold(setup, 0)
     lease = Lease(0, 0, 3)
@@ -619,15 +619,15 @@ def test_a_step_of_arrivals_needs_all_its_atoms() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_whatever_happens_every_atom_counts_once(data: st.DataObject) -> None:
+def test_whatever_happens_every_sample_counts_once(data: st.DataObject) -> None:
     """Pushes of open steps in any order, some twice; holders die, and with them what was not closed."""
     setup = make_setup(durability="peer")
     steps, ahead = 4, 2
     expected, _ = plain(setup, steps, 0.5)
     shard = data.draw(st.integers(0, len(setup.cut.shards) - 1))
-    cuts = [sorted(data.draw(st.sets(st.integers(1, atoms(setup, step) - 1)))) for step in range(steps)]
+    cuts = [sorted(data.draw(st.sets(st.integers(1, samples(setup, step) - 1)))) for step in range(steps)]
     leases = [
-        [Lease(step, start, stop) for start, stop in zip([0, *edges], [*edges, atoms(setup, step)], strict=True)]
+        [Lease(step, start, stop) for start, stop in zip([0, *edges], [*edges, samples(setup, step)], strict=True)]
         for step, edges in enumerate(cuts)
     ]
     gradients = {lease: part(setup, gradient(setup, lease), shard) for step in leases for lease in step}

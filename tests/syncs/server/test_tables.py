@@ -53,7 +53,7 @@ def make_setup(
         run="r",
         keys=None,  # type: ignore[arg-type]  # nothing is sent
         spec=Server(**spec),
-        course=Course(size=40, batch=16),
+        course=Course(size=24, batch=8),
         total=20,
         version=0,
         cut=cut,
@@ -136,9 +136,9 @@ def test_rows_are_stepped_as_in_one_process(optimizer: str) -> None:
     weight = nn.Parameter(first_weights(setup, part_of(setup, 2)))  # type: ignore[arg-type]
     plain = OPTIMIZERS[optimizer]([weight])
     for step in range(2):
-        for number, atoms in enumerate(((4, 8), (0, 4))):  # in whatever order they come
+        for number, half in enumerate(((4, 8), (0, 4))):  # in whatever order they come
             rows = (1, 7) if number else (7, 30)
-            assert holding.take(Lease(step, *atoms), gradient(setup, 2, *rows), USED, 1.0, NOWHERE)
+            assert holding.take(Lease(step, *half), gradient(setup, 2, *rows), USED, 1.0, NOWHERE)
         assert holding.close(step).ranges == [(0, 4), (4, 8)]
         assert holding.norm(step) == pytest.approx((1 + 4 + 1) * WIDTH)
         holding.apply(order(step, 0.5))
@@ -148,7 +148,7 @@ def test_rows_are_stepped_as_in_one_process(optimizer: str) -> None:
             weight.grad = torch.sparse_coo_tensor(rows, values, weight.shape)
             plain.step()
     assert torch.allclose(holding.rows(torch.arange(200)), weight.detach(), atol=1e-6)
-    assert holding.version == 2 and holding.ledger() == (2, 32)
+    assert holding.version == 2 and holding.ledger() == (2, 16)
 
 
 def test_a_lease_counts_once_and_not_in_part() -> None:

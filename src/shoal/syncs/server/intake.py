@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.core.atoms import atom_count
 from shoal.core.errors import PayloadError, ShoalError
 from shoal.syncs.server.frames import as_tensor
 from shoal.syncs.server.messages import FIRST_SERVER, Lease, Part, Push
@@ -35,12 +34,12 @@ def seat_of(sender: str) -> int:
 
 
 def check_lease(setup: Setup, lease: Lease) -> None:
-    """Raises `Unsound` if the run has no such atoms."""
+    """Raises `Unsound` if the run has no such positions."""
     if not 0 <= lease.step < setup.total:
         raise Unsound(f"a lease of step {lease.step}; the run has {setup.total}")
-    atoms = atom_count(setup.course.step(lease.step).samples)
-    if not 0 <= lease.start < lease.stop <= atoms:
-        raise Unsound(f"a lease of atoms {lease.start} to {lease.stop} of step {lease.step}, which has {atoms}")
+    samples = setup.course.step(lease.step).samples
+    if not 0 <= lease.start < lease.stop <= samples:
+        raise Unsound(f"a lease of positions {lease.start} to {lease.stop} of step {lease.step}, which has {samples}")
 
 
 def check_push(setup: Setup, push: Push) -> None:

@@ -1,9 +1,9 @@
-"""Who computes which atoms of which step, with weights of which version: the book that the clerk keeps.
+"""Who computes which positions of which step, with weights of which version: the book that the clerk keeps.
 
 No clock, no messages: every call says what happened and when (`now`, seconds of any one clock).
 
-A step's atoms are cut into ranges (leases) from the first to the last, when workers ask. A range never changes after
-that, whoever computes it: servers know a gradient by its range.
+A step's positions are cut into ranges (leases) from the first to the last, when workers ask. A range never changes
+after that, whoever computes it: servers know a gradient by its range.
 
 What a free worker gets: of the lowest step c that has any of it, with c ≤ version + bound,
 
@@ -16,12 +16,17 @@ What a free worker gets: of the lowest step c that has any of it, with c ≤ ver
 such a lease is not computed before its version is there, so the bound holds where it matters, when computing starts.
 
 How much of a step: the workers that have none of it yet share what is left so that all end together, by their speeds
-(samples per second of computing), their overhead (everything else of a lease's time) and when they will be free. If
-that is within an atom of sharing by speed alone, it is by speed alone: equal workers get equal ranges. A worker that
+(samples per second of computing), their overhead (everything else of a lease's time) and when they will be free,
+counted in *grains* of B/24 samples. If that is within a grain of sharing by speed alone, it is by speed alone. A range
+of the length that the worker's last one had, or else of an equal share, is given instead where the step does not end
+later by more than 3%: what was read ahead is then right. A worker that
 already had a range of the step gets another only if that is at least half of an ordinary one. A worker that would hold
-up the step with a single atom (the others are done with all of it sooner) sits out, whatever the bound, for twenty
-times that long at most: then it is measured again. To have it compute atoms of later steps with the weights of today
+up the step with a single grain (the others are done with all of it sooner) sits out, whatever the bound, for twenty
+times that long at most: then it is measured again. To have it compute some of later steps with the weights of today
 was tried: what it adds to the speed is less than stale gradients cost.
+
+While `paced` is False, a step is cut at once into equal ranges, whatever was measured, and whoever is free takes one:
+speeds change from run to run, and must have no say where the result depends on how a step is cut.
 
 Which version (`Grant.version`, the worker waits for it): at least c − bound. Fresher is better: if version c is
 expected within twice the time that the lease takes, it is c; also if all before c is computed, and only has to be
@@ -35,8 +40,10 @@ from collections.abc import Iterator
 from math import inf
 
 from shoal.core.atoms import Course
+from shoal.core.pace import Estimate, deal, last, level, nearest
+from shoal.core.slices import WORTH, grain
+from shoal.core.slices import deal as shares
 from shoal.syncs.server.messages import Lease
-from shoal.syncs.server.pace import Estimate, deal, level, nearest
 from shoal.syncs.server.ranges import Grant, Hold, Member, OpenStep, Range
 
 __all__ = ["Book", "Grant"]
@@ -52,12 +59,12 @@ LATE = 0.5
 SOON = 2.0
 """Times a lease: if fresh weights are expected within that, they are waited for."""
 HOLDS_UP = 1.1
-"""Times what all together need for a step: a worker that takes so long for one atom sits out …"""
+"""Times what all together need for a step: a worker that takes so long for one grain sits out …"""
 SITS_OUT = 20.0
-"""… for so many times what it takes for one atom."""
+"""… for so many times what it takes for one grain."""
 LOOK = 0.05
 LONGEST_LOOK = 1.0
-"""Seconds between looks, while there are atoms that a free worker was not given."""
+"""Seconds between looks, while there is something that a free worker was not given."""
 
 
 class Book:
@@ -87,6 +94,8 @@ class Book:
         self._ahead = ahead
         self._calm = version + calm
         self._fewest = least
+        self.paced = True
+        """Whether speeds have a say in how much of a step a worker gets."""
         self._steps: dict[int, OpenStep] = {}
         self._workers: dict[int, Member] = {}
         self._applying = Estimate()
@@ -225,7 +234,7 @@ class Book:
                 elif not member.hold.range.done:
                     moments.append(self._overdue_at(member, member.hold))
         moments = [moment if moment > now else now + LONGEST_LOOK for moment in moments if free or moment > now]
-        if free and any(step.cut < step.atoms for step in self._steps.values()):
+        if free and any(step.left for step in self._steps.values()):
             moments.append(now + min(LONGEST_LOOK, max(LOOK, min(self._ends(now), default=now) - now)))
         moment = min(moments, default=inf)
         return max(now + 1e-3, moment) if moment < inf else None
@@ -247,18 +256,32 @@ class Book:
         for number in range(self.version, min(stop, self.version + self.bound + self._ahead + 1)):
             if self._least(number) > self.version + self._ahead:
                 return None
-            step = self._steps.get(number) or OpenStep(self.course.step(number))
+            step = self._open(number)
             open_parts = [part for part in step.ranges.values() if not part.done and worker not in part.holders]
             for part in open_parts:
                 if not part.holders:
+                    self._steps[number] = step
                     return self._give(worker, part, now)
             for part in open_parts:
                 if self._overdue(part, now):
                     return self._give(worker, part, now)
-            if step.cut < step.atoms and (atoms := self._size(worker, step, now)):
+            if step.left and (samples := self._size(worker, step, now)):
                 self._steps[number] = step
-                return self._give(worker, step.take(worker, step.enough(atoms, self._fewest)), now)
+                part = step.take(worker, step.enough(samples, self._fewest))
+                self._workers[worker].usual = part.samples, step.samples
+                return self._give(worker, part, now)
         return None
+
+    def _open(self, number: int) -> OpenStep:
+        """A step as it is, or as it would be if somebody were given something of it."""
+        if number in self._steps:
+            return self._steps[number]
+        span, workers = self.course.step(number), len(self._workers)
+        step = OpenStep(span, grain(span.samples, self._fewest, workers))
+        if not self.paced:
+            for own in filter(None, shares(span.samples, workers, least=self._fewest)):
+                step.add(len(own))
+        return step
 
     def _give(self, worker: int, part: Range, now: float) -> Grant:
         step = part.lease.step
@@ -287,18 +310,18 @@ class Book:
         return all(each is not None and each.done for each in between)
 
     def _size(self, worker: int, step: OpenStep, now: float) -> int:
-        """How many of the atoms left in a step this worker should take; 0: leave them to others."""
-        left = step.atoms - step.cut
+        """How many of the samples left in a step this worker should take; 0: leave them to others."""
         others = [other for other in self._workers if other != worker and other not in step.takers]
         if not others:
-            return left
+            return step.left
+        equal = -(-step.left // (1 + len(others)))
         if not self._measured:
-            return max(1, round(left / (1 + len(others)))) if worker not in step.takers else 0
-        per_atom = step.samples / step.atoms
+            return equal if worker not in step.takers else 0
+        left = -(-step.left // step.grain)
         ready = self._ready(now)
         begin = self._begin(step, now, ready)
-        hands = self._hands(begin, per_atom, now, ready, asking=worker)
-        slow = {each for each in self._slow(left, hands, begin) if not self._due(each, per_atom, now)}
+        hands = self._hands(begin, step.grain, now, ready, asking=worker)
+        slow = {each for each in self._slow(left, hands, begin) if not self._due(each, step.grain, now)}
         if worker in slow:
             return 0
         others = [other for other in others if other not in slow]
@@ -306,28 +329,46 @@ class Book:
         parts = level(left, crew)[1]
         if worker in step.takers:
             size, whole = round(parts[0]), sum(speed for _, speed in hands.values())
-            return size if size >= min(left, step.atoms * crew[0][1] / whole / 2) else 0
+            enough = size >= min(left, step.samples / step.grain * crew[0][1] / whole / 2)
+            return min(step.left, size * step.grain) if enough else 0
+        rest = [part >= 0.5 or self._due(other, step.grain, now) for other, part in zip(others, parts[1:], strict=True)]
+        if not any(rest):
+            return step.left
         plain = left * crew[0][1] / sum(speed for _, speed in crew)
         if abs(plain - parts[0]) <= 1:
-            size = nearest(plain, left, [(now, speed) for _, speed in crew])
+            crew = [(now, speed) for _, speed in crew]
+            size = nearest(plain, left, crew)
         else:
             size = nearest(parts[0], left, crew)
-        rest = [part >= 0.5 or self._due(other, per_atom, now) for other, part in zip(others, parts[1:], strict=True)]
-        return max(1, min(size, left - sum(rest))) if any(rest) else left
+        size = max(1, min(size, left - sum(rest)))
+        usual, of = self._workers[worker].usual
+        wanted = ([usual] if of == step.samples else []) + ([equal] if all(rest) else [])
+        return self._unless_worth(min(step.left, size * step.grain), wanted, step, crew)
+
+    @staticmethod
+    def _unless_worth(samples: int, wanted: list[int], step: OpenStep, crew: list[tuple[float, float]]) -> int:
+        """The first of the `wanted` numbers of samples with which the step does not end notably later, or `samples`."""
+
+        def seconds(size: int) -> float:
+            amount = step.left / step.grain
+            return last(size / step.grain, amount, crew) - min(start for start, _ in crew)
+
+        soon = seconds(samples) / (1.0 - WORTH)
+        return next((size for size in wanted if size < step.left and seconds(size) <= soon), samples)
 
     def _hands(
-        self, begin: float, per_atom: float, now: float, ready: dict[int, float], *, asking: int | None = None
+        self, begin: float, size: int, now: float, ready: dict[int, float], *, asking: int | None = None
     ) -> dict[int, tuple[float, float]]:
-        """For each worker, when it could begin to compute atoms of a step, and how many of them it does in a second."""
+        """For each worker, when it could begin with a step, and how many grains of this size it does in a second."""
         hands = {}
         for number, member in self._workers.items():
             free = now if number == asking else self._free(member, now, ready)
-            hands[number] = max(begin, free) + self._overhead(member), 1 / (self._pace(member) * per_atom)
+            hands[number] = max(begin, free) + self._overhead(member), 1 / (self._pace(member) * size)
         return hands
 
     @staticmethod
     def _slow(left: int, hands: dict[int, tuple[float, float]], begin: float) -> set[int]:
-        """Those who would hold up a step: one atom takes them longer than the others need for all that is left."""
+        """Those who would hold up a step: one grain takes them longer than the others need for all that is left."""
         end, counts = deal(left, list(hands.values()))
         return {
             number
@@ -335,10 +376,10 @@ class Book:
             if not count and start + 1 / speed - begin > HOLDS_UP * (end - begin)
         }
 
-    def _due(self, worker: int, per_atom: float, now: float) -> bool:
+    def _due(self, worker: int, size: int, now: float) -> bool:
         """Whether a worker has sat out for so long that it should be measured again."""
         member = self._workers[worker]
-        return member.ended is not None and now - member.ended >= SITS_OUT * per_atom * self._pace(member)
+        return member.ended is not None and now - member.ended >= SITS_OUT * size * self._pace(member)
 
     # -- expecting ---------------------------------------------------------------------------------------------------
 
@@ -392,10 +433,10 @@ class Book:
         return now + (now - member.seen)
 
     def _ready(self, now: float) -> dict[int, float]:
-        """When each version is expected, as far as all atoms before it are in someone's hands."""
+        """When each version is expected, as far as all before it is in someone's hands."""
         ready = {self.version: now}
         number = self.version
-        while (step := self._steps.get(number)) is not None and step.cut == step.atoms:
+        while (step := self._steps.get(number)) is not None and not step.left:
             at = ready[number]
             for part in step.ranges.values():
                 if not part.done:
@@ -413,9 +454,9 @@ class Book:
         number = max(ready)
         at = ready[number]
         while number < step.number:
-            before = self._steps.get(number) or OpenStep(self.course.step(number))
-            hands = self._hands(at, before.samples / before.atoms, now, ready)
-            at = deal(before.atoms - before.cut, list(hands.values()))[0] + (self._applying.value or 0.0)
+            before = self._open(number)
+            hands = self._hands(at, before.grain, now, ready)
+            at = deal(-(-before.left // before.grain), list(hands.values()))[0] + (self._applying.value or 0.0)
             number += 1
         return ready.get(step.number, at)
 

@@ -20,7 +20,10 @@ MOST_KEPT = 2
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """The atoms start … stop−1 of a step: what one worker computes at a time. Also the key of its gradient."""
+    """The positions start … stop−1 of a step, counted from its first one: what one worker computes at a time.
+
+    Also the key of its gradient.
+    """
 
     step: int
     start: int
@@ -116,7 +119,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     ranges: list[tuple[int, int]]
-    """The atoms that are in it: of a whole step (`apply=step`), or of one lease (`apply=arrival`)."""
+    """The positions that are in it: of a whole step (`apply=step`), or of one lease (`apply=arrival`)."""
     used: bytes
     """One bit for each parameter, then for each table: whether any worker had a gradient for it."""
     rates: list[float] = []
@@ -249,6 +252,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Bytes that this worker has sent for it."""
     aside: float = 0.0
     """Seconds that it has examined the loss meanwhile."""
+    unseen: bool = False
+    """Whether the result is the same however a step is cut, as far as it was proven."""
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):

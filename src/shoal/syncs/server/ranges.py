@@ -7,8 +7,8 @@ from math import inf
 from typing import NamedTuple
 
 from shoal.core.atoms import StepSpan
+from shoal.core.pace import Estimate
 from shoal.syncs.server.messages import Lease
-from shoal.syncs.server.pace import Estimate
 
 
 class Grant(NamedTuple):
@@ -53,35 +53,43 @@ class Member:
     """The step of its last lease."""
     ended: float | None = None
     """When it was done with it."""
+    usual: tuple[int, int] = (0, 0)
+    """The samples of its last new range, of a step of so many."""
 
 
 class OpenStep:
-    def __init__(self, span: StepSpan):
-        spans = span.atoms()
+    def __init__(self, span: StepSpan, grain: int):
         self.number = span.step
-        self.atoms = len(spans)
         self.samples = span.samples
-        self.edges = [spans[0].start, *(atom.stop for atom in spans)]
+        self.grain = grain
+        """By so many samples pace moves the edges of ranges."""
         self.cut = 0
-        """Atoms 0 … cut−1 are in ranges."""
+        """Positions 0 … cut−1 are in ranges."""
         self.ranges: dict[Lease, Range] = {}
         self.takers: set[int] = set()
         self.finished: float | None = None
 
-    def enough(self, atoms: int, least: int) -> int:
-        """So many of the atoms that are left, or more, so that both these and what is left then have enough samples."""
-        while self.cut + atoms < self.atoms and self.edges[self.cut + atoms] - self.edges[self.cut] < least:
-            atoms += 1
-        over = self.edges[-1] - self.edges[self.cut + atoms]
-        return atoms if over >= least or not over else self.atoms - self.cut
+    @property
+    def left(self) -> int:
+        """Samples that are in nobody's range."""
+        return self.samples - self.cut
 
-    def take(self, worker: int, atoms: int) -> Range:
-        lease = Lease(self.number, self.cut, self.cut + atoms)
-        self.cut = lease.stop
+    def enough(self, samples: int, least: int) -> int:
+        """So many of the samples that are left, or more, so that neither these nor those left then are too few."""
+        samples = max(samples, least)
+        return samples if self.left - samples >= least else self.left
+
+    def take(self, worker: int, samples: int) -> Range:
         self.takers.add(worker)
-        self.ranges[lease] = Range(lease, self.edges[lease.stop] - self.edges[lease.start])
+        return self.add(samples)
+
+    def add(self, samples: int) -> Range:
+        """A range of so many of the samples that are left. Nobody has it yet."""
+        lease = Lease(self.number, self.cut, self.cut + samples)
+        self.cut = lease.stop
+        self.ranges[lease] = Range(lease, samples)
         return self.ranges[lease]
 
     @property
     def done(self) -> bool:
-        return self.cut == self.atoms and all(part.done for part in self.ranges.values())
+        return not self.left and all(part.done for part in self.ranges.values())

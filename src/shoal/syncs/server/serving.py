@@ -77,7 +77,7 @@ def serve(setup: Setup, number: int, link: Link, host: str) -> None:
     """Be server `number` until the clerk says that the run is over, or is gone. The process's main.
 
     Raises what the user's optimizer or schedule raise, and `AuditError` if the gradients of a step are not exactly its
-    atoms: the caller reports it.
+    positions: the caller reports it.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which says what follows

@@ -1,15 +1,15 @@
 """One shard on one server: its weights, its optimizer, and the gradients that have come for it. No I/O.
 
 A shard is on one server as *holder* and perhaps on another as *mirror*; both are a `Holding`. The holder sums the
-gradients of leases step by step (`take`), closes a step when all its atoms are there (`close`) and applies it
+gradients of leases step by step (`take`), closes a step when all its samples are there (`close`) and applies it
 (`apply`). The mirror is given closed sums (`give`) and applies the same orders: it does the same arithmetic on the
 same numbers, so its weights are equal, bit for bit.
 
 With `apply=arrival` every gradient is an optimizer step of its own: `arrive` on the holder, `replay` on the mirror.
 `apply` then only ends the step.
 
-Each atom counts exactly once: a lease is known by its step and range, a second gradient for it is dropped, and a step
-is applied only if the ranges that came are a partition of its atoms.
+Each position counts exactly once: a lease is known by its step and range, a second gradient for it is dropped, and a
+step is applied only if the ranges that came are a partition of its positions.
 
 The weights change only inside `apply` (by step), `arrive`, `replay` (by arrival), `load` and `move_to`: whoever shares
 them with readers marks them as changing around these calls, and nowhere else.
@@ -37,7 +37,7 @@ class Unfit(ShoalError):
 
 
 class Overlap(Unfit):
-    """A lease has some atoms, but not all, in common with one that counts already."""
+    """A lease has some positions, but not all, in common with one that counts already."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Holding:
             opened.lent = []
 
     def close(self, step: int) -> Record:
-        """Nothing more is summed into this step. Raises `AuditError` unless each of its atoms came exactly once."""
+        """Nothing more is summed into this step. Raises `AuditError` unless each of its positions came exactly once."""
         opened = self._opened(step)
         self._check_partition(step, opened.ranges)
         opened.closed = True
@@ -160,7 +160,7 @@ class Holding:
         return step < self.version or (opened is not None and opened.closed)
 
     def ranges(self, step: int) -> list[tuple[int, int]]:
-        """The atoms of a step that count here so far; none of one that is applied."""
+        """The positions of a step that count here so far; none of one that is applied."""
         opened = self._open.get(step)
         return [] if opened is None else sorted(opened.ranges)
 
@@ -200,7 +200,7 @@ class Holding:
     def apply(self, order: Apply) -> None:
         """Apply the next step, or end it with `apply=arrival`. Does nothing if it is applied already.
 
-        Raises `AuditError` if the steps before it are not applied, or if its atoms did not come exactly once each.
+        Raises `AuditError` if the steps before it are not applied, or if its positions did not come exactly once each.
         """
         if order.step < self.version:
             return
@@ -219,7 +219,7 @@ class Holding:
         self._stepper.end(order.loss)
         del self._open[order.step]
         steps, samples = self._ledger
-        self._ledger = steps + 1, samples + self._samples(order.step, opened.ranges)
+        self._ledger = steps + 1, samples + sum(stop - start for start, stop in opened.ranges)
         self.version += 1
         if order.keep:
             self.keep(state=order.state)
@@ -363,17 +363,17 @@ class Holding:
         """Raises `Unfit` for what `take` and `arrive` would not take."""
         if not self.version <= lease.step < self._setup.total:
             raise Unfit(f"{lease} for shard {self.number}: its steps are {self.version} to {self._setup.total - 1}")
-        atoms = len(self._setup.course.step(lease.step).atoms())
-        if not 0 <= lease.start < lease.stop <= atoms:
-            raise Unfit(f"{lease} for shard {self.number}: the step has the atoms 0 to {atoms - 1}")
+        samples = self._setup.course.step(lease.step).samples
+        if not 0 <= lease.start < lease.stop <= samples:
+            raise Unfit(f"{lease} for shard {self.number}: the step has the positions 0 to {samples - 1}")
         self._expect("gradient", gradient)
         self._check_used(used)
         opened = self._open.get(lease.step)
         for start, stop in opened.ranges if opened is not None else ():
             if lease.start < stop and start < lease.stop:
                 raise Overlap(
-                    f"{lease} overlaps the atoms {start} to {stop - 1} that count already on shard {self.number}; a "
-                    "lease is given again only with the same range"
+                    f"{lease} overlaps the positions {start} to {stop - 1} that count already on shard {self.number}; "
+                    "a lease is given again only with the same range"
                 )
 
     def _check_record(self, record: Record) -> None:
@@ -387,17 +387,17 @@ class Holding:
             raise Unfit(f"{len(used)} bytes say which of {params} parameters have gradients; send {used_bytes(params)}")
 
     def _check_partition(self, step: int, ranges: Iterable[tuple[int, int]]) -> None:
-        atoms = len(self._setup.course.step(step).atoms())
+        samples = self._setup.course.step(step).samples
         at = 0
         for start, stop in sorted(ranges):
             if start != at or stop <= start:
                 break
             at = stop
         else:
-            if at == atoms:
+            if at == samples:
                 return
         raise AuditError(
-            f"shard {self.number}: of the atoms 0 to {atoms - 1} of step {step} these came: "
+            f"shard {self.number}: of the positions 0 to {samples - 1} of step {step} these came: "
             f"{', '.join(f'{start} to {stop - 1}' for start, stop in sorted(ranges)) or 'none'}; each must come once"
         )
 
@@ -407,7 +407,3 @@ class Holding:
                 f"{what} for shard {self._shard.number}: {memory.numel()} of {memory.dtype}; it must be {self._size} "
                 "bytes, one after the other"
             )
-
-    def _samples(self, step: int, ranges: Iterable[tuple[int, int]]) -> int:
-        atoms = self._setup.course.step(step).atoms()
-        return sum(atom.samples for start, stop in ranges for atom in atoms[start:stop])

@@ -163,7 +163,7 @@ class Summing:
         """At once (`apply=arrival`)."""
         lease = push.lease
         span = self._setup.course.step(lease.step)
-        rate = sum(atom.samples for atom in span.atoms()[lease.start : lease.stop]) / span.samples
+        rate = (lease.stop - lease.start) / span.samples
         copied = self._journal is not None or self._mirroring.mirror_of(shard) is not None
         # memory of its own: the worker's may be another's before the mirror has it, if the worker dies
         scaled = torch.empty_like(gradient) if copied else None

@@ -116,7 +116,7 @@ class TableHolding(Holding):
         assert here is not None
         self._here = here
         self._sums: dict[int, dict[int, Tensor]] = {}
-        """By step and first atom: the gradients of steps that are not closed, packed."""
+        """By step and first position: the gradients of steps that are not closed, packed."""
         super().__init__(setup, shard, weights, version)
 
     def _make_stepper(self, weights: Tensor) -> Stepper:
@@ -157,7 +157,7 @@ class TableHolding(Holding):
         record = super().close(step)
         opened = self._opened(step)
         if opened.total is None and not self._arrival:
-            # in the order of atoms, whatever order they came in
+            # in the order of positions, whatever order they came in
             came = self._sums.pop(step, {})
             opened.total = self._stepper.join([came[start] for start in sorted(came)])
         return record

@@ -1,7 +1,8 @@
-"""How fast a worker is, and how work is dealt so that all end together: pure arithmetic for `leases`."""
+"""How fast a worker is, and how work is dealt so that all end together: pure arithmetic."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -38,6 +39,26 @@ class Estimate:
             self.odd = measured
 
 
+class Lately:
+    """The middle one of the latest measurements, once there are enough: a busy moment does not move it."""
+
+    ENOUGH = 16
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=self.ENOUGH)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    @property
+    def full(self) -> bool:
+        return len(self._seconds) == self.ENOUGH
+
+    @property
+    def median(self) -> float:
+        return sorted(self._seconds)[len(self._seconds) // 2]
+
+
 def level(amount: float, hands: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     """Deal `amount` to hands of (start, speed) so that all end at the same time: that time, and each one's part.
 
@@ -70,12 +91,13 @@ def deal(amount: int, hands: Sequence[tuple[float, float]]) -> tuple[float, list
     return end, counts
 
 
+def last(size: float, amount: float, hands: Sequence[tuple[float, float]]) -> float:
+    """When the last of all hands is done, if the first one has so much of the amount, and the others share the rest."""
+    start, speed = hands[0]
+    return max(start + size / speed if size else start, level(amount - size, hands[1:])[0])
+
+
 def nearest(part: float, amount: int, hands: Sequence[tuple[float, float]]) -> int:
     """The first hand's part in whole things: up or down, whichever has the last of all hands end earlier."""
-
-    def end(size: int) -> float:
-        start, speed = hands[0]
-        return max(start + size / speed if size else start, level(amount - size, hands[1:])[0])
-
     close, other = sorted((int(part), min(amount, int(part) + 1)), key=lambda size: abs(size - part))
-    return other if end(other) < end(close) - 1e-9 else close
+    return other if last(other, amount, hands) < last(close, amount, hands) - 1e-9 else close
