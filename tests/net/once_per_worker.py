@@ -5,6 +5,7 @@ once_per_worker.py FOLDER ENGINE
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(folder: Path, engine: str) -> None:
     loops = shoal.launch(own_loop, workers=2, engine=engine, seed=7)
     assert len(loops) == 2
     keep_tensors(folder, "loop", loops[rank()]["weights"])
+    gc.freeze()  # looking for garbage in all of torch at the very end takes a second
 
 
 def keep(folder: Path, name: str, run: Run) -> None:

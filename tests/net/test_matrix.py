@@ -101,9 +101,9 @@ EXACT = {
     "allreduce, elastic": Exact({"workers": 3} | ELASTIC | AVERAGED, {"workers": 2} | ELASTIC | AVERAGED, kill=True),
     "allreduce, goes on with servers": Exact({"workers": 2}, {"workers": 3} | BSP),
     "bsp, fixed, goes on with allreduce": Exact({"workers": 3} | BSP, {"workers": 2}),
-    "bsp, elastic": Exact({"workers": 3} | ELASTIC | BSP, {"workers": 2} | ELASTIC | BSP, kill=True),
-    "ssp, fixed": Exact({"workers": 2} | SSP, {"workers": 3} | SSP),
-    "ssp, elastic": Exact({"workers": 3} | ELASTIC | SSP, kill=True),
+    "bsp, elastic": Exact({"workers": 3} | ELASTIC | BSP, kill=True),
+    "ssp, fixed": Exact({"workers": 2} | SSP),
+    "ssp, elastic": Exact({"workers": 3} | ELASTIC | SSP, {"workers": 2} | SSP, kill=True),
     # no gradient is stale in the first ten steps of any mode
     "async, few steps": Exact({"workers": 2, "sync": "server:mode=async"}),
 }
@@ -159,8 +159,9 @@ def test_members_that_leave_as_asked_change_nothing() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_own_loop_ends_where_plain_pytorch_does(deterministic: bool) -> None:
-    loops = shoal.launch(own_loop, workers=3, seed=7, deterministic=deterministic)
-    assert len(loops) == 3
+    workers = 2 if deterministic else 3
+    loops = shoal.launch(own_loop, workers=workers, seed=7, deterministic=deterministic)
+    assert len(loops) == workers
     for loop in loops:
         assert same_bits(loop["weights"], loops[0]["weights"])
     assert difference(loops[0]["weights"], plain().weights) < TOLERANCE
@@ -223,17 +224,17 @@ BY_CODEC = {"optimizer": sgd, "schedule": falling}
 @pytest.mark.parametrize("kind", LOSSY)
 def test_lossy_runs_learn_as_much(kind: str, membership: str) -> None:
     lossy, expected = LOSSY[kind], plain(sgd, falling)
-    options = {"workers": 3, "codec": lossy.codec} | BY_CODEC
+    options, workers = {"codec": lossy.codec} | BY_CODEC, 3 if membership == "elastic" else 2
     if membership == "elastic":
-        run, plan = killed(options | ELASTIC)
+        run, plan = killed({"workers": workers} | options | ELASTIC)
         assert_replaced(run, plan)
     else:
-        run = train(**options)
+        run = train(workers=workers, **options)
     assert run.result.metrics["loss"] < expected.evaluated + lossy.loss
     assert along(run.weights, expected.weights) > lossy.along
     assert difference(run.weights, expected.weights) > lossy.changes
     assert run.seen.losses == pytest.approx(expected.losses, abs=lossy.loss)
-    assert 0 < min(encoded_bytes(run)) <= max(encoded_bytes(run)) < lossy.saves * full_bytes()
+    assert 0 < min(encoded_bytes(run)) <= max(encoded_bytes(run)) < lossy.saves * full_bytes(workers)
 
 
 def along(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -243,29 +244,25 @@ def along(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def encoded_bytes(run: Run) -> list[int]:
-    """What worker 0 sent encoded in the steps with three workers; the first has measurements in it, too."""
+    """What worker 0 sent encoded in steps before anything happens; the first has measurements in it, too."""
     sent = [event.traffic.flows for event in run.seen.of(shoal.StepDone)[1:4]]
-    return [
-        sum(flow.bytes for flow in flows if (flow.kind, flow.codec != "none") == ("gradient", True)) for flows in sent
-    ]
+    return [sum(flow.bytes for flow in flows if flow.kind == "gradient" and flow.codec != "none") for flows in sent]
 
 
-def full_bytes() -> int:
-    """What it sends of the matrix without a codec: two thirds of it to others, and two thirds of the sum."""
-    return net().state_dict()["0.weight"].numel() * 4 * 4
+def full_bytes(workers: int) -> int:
+    """What it sends of the matrix without a codec: to each of the others, its numbers and their sum."""
+    return net().state_dict()["0.weight"].numel() * 4 * 2 * (workers - 1)
 
 
-@pytest.mark.parametrize("kind", LOSSY)
-def test_servers_on_one_host_need_no_codec(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "membership"), [("quantised", {}), ("sparse", ELASTIC)], ids=["fixed", "elastic"])
+def test_servers_on_one_host_need_no_codec(kind: str, membership: dict[str, Any]) -> None:
     """Gradients go to them in shared memory, as they are, so these runs are exact."""
-    membership = ELASTIC if kind == "sparse" else {}
     run = train(workers=2, sync="server", codec=LOSSY[kind].codec, **BY_CODEC, **membership)
     assert_as_plain(run, plain(sgd, falling))
 
 
-@pytest.mark.parametrize("kind", ["quantised", "sparse"])
-def test_lossy_runs_go_on_with_other_numbers_of_workers(kind: str, tmp_path: Path) -> None:
-    lossy, expected = LOSSY[kind], plain(sgd, falling)
+def test_a_lossy_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    lossy, expected = LOSSY["sparse"], plain(sgd, falling)
     options = {"codec": lossy.codec, "checkpoint_every": 4} | BY_CODEC
     train(workers=3, run_dir=tmp_path / "whole", **options)
     rest = train(workers=2, resume=tmp_path / "whole" / MIDDLE, run_dir=tmp_path / "rest", **options)
