@@ -1,7 +1,7 @@
 """Runs `shoal` commands, each in a fork of this process, so that what they import is imported once. See `test_public`.
 
-On stdin a JSON object of lists of arguments: those in `light` may not import torch, those in `training` find it
-imported. On stdout what came of them, and the help of every command that there is.
+On stdin a JSON object with a list of lists of arguments: those of `training` find torch imported; those of `light` may
+not import it, and are answered with the help of every command that there is, too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ def main() -> None:
     wanted = json.load(sys.stdin)
     gc.disable()  # what is imported here stays
     import_for_commands()
-    answer: dict[str, Any] = {"help": help_texts([]), "light": [outcome(args) for args in wanted["light"]]}
+    print(json.dumps(of_training(wanted["training"]) if "training" in wanted else of_light(wanted["light"])))
+
+
+def of_light(wanted: list[list[str]]) -> dict[str, Any]:
+    answer = {"help": help_texts([]), "light": [outcome(args) for args in wanted]}
     assert "torch" not in sys.modules
+    return answer
+
+
+def of_training(wanted: list[list[str]]) -> dict[str, Any]:
     import_for_training()
-    answer["training"] = [outcome(args, torch=True) for args in wanted["training"]]
-    print(json.dumps(answer))
+    return {"training": [outcome(args, torch=True) for args in wanted]}
 
 
 def import_for_commands() -> None:

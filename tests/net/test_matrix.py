@@ -41,7 +41,7 @@ from tests.net.recipe import (
     train,
 )
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 HERE = Path(__file__).parent
 ELASTIC = {"min_workers": 1, "max_workers": 4}

@@ -23,7 +23,7 @@ import shoal
 import shoal.testing
 from tests.net.processes import ended
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 HERE = Path(__file__).parent
 GOLDEN = HERE / "public"
 
@@ -175,44 +175,53 @@ TRAINING: dict[str, tuple[list[str], int, str]] = {
 }
 
 
+SIGNALS = ("SIGTERM", "SIGINT")
+
+
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `commands.py` tells of all that is asked here, at once."""
-    folder = tmp_path_factory.mktemp("commands")
-    for name, text in SCRIPTS.items():
-        (folder / name).write_text(inspect.cleandoc(text))
-    cases = {"light": LIGHT, "training": TRAINING}
-    given = {kind: [args for args, _, _ in found.values()] for kind, found in cases.items()}
-    screen = {"COLUMNS": "100", "LINES": "40", "TERM": "dumb", "NO_COLOR": "1"}
-    done = ended([sys.executable, str(HERE / "commands.py")], folder, given=json.dumps(given), **screen)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    for kind, names in cases.items():
-        found[kind] = dict(zip(names, found[kind], strict=True))
+def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The help of every command, and what came of those that need no torch."""
+    return answered("light", LIGHT, tmp_path_factory.mktemp("light"))
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of commands that train, and the checkpoints of those that were stopped."""
+    folder = tmp_path_factory.mktemp("training")
+    found = answered("training", TRAINING, folder)
     saved = {name: sorted(path.name for path in folder.glob(f"{name}/checkpoints/step-*")) for name in SIGNALS}
     return found | {"saved": saved}
 
 
-SIGNALS = ("SIGTERM", "SIGINT")
+def answered(kind: str, cases: dict[str, tuple[list[str], int, str]], folder: Path) -> dict[str, Any]:
+    """What `commands.py` tells of all these."""
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(inspect.cleandoc(text))
+    given = json.dumps({kind: [args for args, _, _ in cases.values()]})
+    screen = {"COLUMNS": "100", "LINES": "40", "TERM": "dumb", "NO_COLOR": "1"}
+    done = ended([sys.executable, str(HERE / "commands.py")], folder, given=given, **screen)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {kind: dict(zip(cases, found[kind], strict=True))}
 
 
-def test_every_help(answer: dict[str, Any]) -> None:
+def test_every_help(light: dict[str, Any]) -> None:
     """Without torch: `commands.py` takes it away."""
     written = {file.stem for file in (GOLDEN / "help").glob("*.txt")}
     if not os.environ.get("SHOAL_NET_WRITE"):
-        assert {name.replace(" ", "-") for name in answer["help"]} == written
-    for name, text in answer["help"].items():
+        assert {name.replace(" ", "-") for name in light["help"]} == written
+    for name, text in light["help"].items():
         assert_golden(f"help/{name.replace(' ', '-')}.txt", text)
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_exit_codes(name: str, answer: dict[str, Any]) -> None:
-    assert_ended(answer["light"][name], *LIGHT[name][1:])
+def test_exit_codes(name: str, light: dict[str, Any]) -> None:
+    assert_ended(light["light"][name], *LIGHT[name][1:])
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_exit_codes_of_training(name: str, answer: dict[str, Any]) -> None:
-    assert_ended(answer["training"][name], *TRAINING[name][1:])
+def test_exit_codes_of_training(name: str, training: dict[str, Any]) -> None:
+    assert_ended(training["training"][name], *TRAINING[name][1:])
 
 
 def assert_ended(found: tuple[int, str, str], code: int, words: str) -> None:
@@ -221,8 +230,8 @@ def assert_ended(found: tuple[int, str, str], code: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_leaves_a_checkpoint(name: str, answer: dict[str, Any]) -> None:
-    assert len(answer["saved"][name]) == 1
+def test_a_signal_leaves_a_checkpoint(name: str, training: dict[str, Any]) -> None:
+    assert len(training["saved"][name]) == 1
 
 
 def test_a_store_that_cannot_be_used(tmp_path: Path) -> None:
