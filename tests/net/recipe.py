@@ -6,6 +6,7 @@ a short last batch, evaluation. Scripts that run once per worker import this fil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.testing import FaultPlan
 from shoal.testing.reference import reference_fit
 
 SAMPLES, BATCH, EPOCHS = 110, 50, 3
@@ -41,6 +43,13 @@ def net() -> nn.Module:
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same loss. It takes all workers equally long, also on a busy machine, and leaves time for what is decided
+    while they train."""
+    time.sleep(0.03)
+    return loss(model, batch)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -107,6 +116,22 @@ def train(**options: Any) -> Run:
     trainer = shoal.Trainer(net(), **chosen, callbacks=callbacks)
     result = trainer.fit()
     return Run(dict(trainer.model.state_dict()), trainer.average, result, seen)
+
+
+def killed(sync: str = "allreduce", **options: Any) -> Run:
+    """A run of which worker 1 is killed in its fifth step.
+
+    With servers a worker that is slow has no part in some steps. There it is killed in the first in which it has one;
+    the worker that replaces it has another name.
+    """
+    plan = FaultPlan().kill("worker-1", step=4)
+    if sync != "allreduce":
+        for step in (2, 3, 5, 6, 7, 8):
+            plan.kill("worker-1", step=step)
+        options.setdefault("loss", slowly)
+    run = train(sync=sync, faults=plan, **options)
+    assert len(plan.fired()) == 1, "nobody was killed"
+    return run
 
 
 def own_loop(session: shoal.Session) -> dict[str, Any]:
