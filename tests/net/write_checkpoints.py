@@ -4,7 +4,8 @@
 
 Of each run the checkpoint in the middle of its second epoch was kept. `expected.safetensors` has the weights, and the
 average if there is one, in the end: of that very run where it is exact; of one that went on from the checkpoint where a
-codec is lossy, since what was still to be sent is shared out in equal parts then.
+codec is lossy, since what was still to be sent is shared out in equal parts then. The latter was written anew when
+slices came to be of positions instead of atoms: what a lossy codec sends depends on who computes what.
 """
 
 from __future__ import annotations
