@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,60 @@ def test_what_only_has_the_name_of_an_attribute_is_not_named(tmp_path: Path, mon
     with open(tmp_path / "log", "w+") as file:
         monkeypatch.setitem(globals(), "log", file)
         assert Fetcher(Logging(3), None).notices == []
+
+
+def test_ends_of_a_pipe_that_can_be_read_from_are_named() -> None:
+    for duplex in (True, False):
+        reads, writes = multiprocessing.Pipe(duplex)
+        with reads, writes:
+            assert "data.thing is a multiprocessing.connection.Connection" in notices(reads)[0]
+            assert len(notices(writes)) == duplex
+        assert notices(reads) == []
+
+
+def test_a_queue_that_is_made_to_be_shared_is_not_named() -> None:
+    one, other = multiprocessing.SimpleQueue(), multiprocessing.Queue()
+    assert notices([one, other]) == []
+    one.close()
+    other.close()
+    other.join_thread()
+
+
+base: Any = None
+
+
+class Counted(Holding):
+    def __init__(self) -> None:
+        super().__init__(base)
+        self.thing = len(self.thing.execute("select 1").fetchall())
+
+
+class Asking(Counted):
+    """Its items ask, too."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(base.execute("select 1").fetchone()[0])
+
+
+class Row:
+    def __init__(self, index: int) -> None:
+        self.index, self.value = index, base.execute("select 1").fetchone()[0]
+
+
+class Making(Holding):
+    """Its items run a constructor, of a class of which there is an object already."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(Row(index).value)
+
+
+def test_what_only_a_constructor_that_has_run_mentions_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(make: Any) -> list[str]:
+        with closing(sqlite3.connect(":memory:")) as database:
+            monkeypatch.setitem(globals(), "base", database)
+            return [text.partition(" is a sqlite3.Connection")[0] for text in Fetcher(make(), None).notices]
+
+    assert named(Counted) == []
+    assert named(lambda: Holding(Row(0))) == []
+    assert named(Asking) == ["data.__getitem__.base"]
+    assert named(lambda: Making(Row(0))) == ["data.__getitem__.Row.__init__.base"]

@@ -898,6 +898,31 @@ def lonely(call: Callable[[Session], Any], at: int) -> Callable[[Session], None]
     return fn
 
 
+@pytest.mark.parametrize(("collective", "workers"), [("shm", 2), ("gloo", 3)])
+def test_who_waits_for_a_worker_that_has_finished_is_told_soon(collective: str, workers: int) -> None:
+    def loop(session: Session) -> None:
+        session.sum(torch.ones(3))
+        if session.rank == 1:
+            session.gather(torch.ones(3))
+
+    words = "worker 1 waits in session.gather for worker 0"
+    begun = time.monotonic()
+    with pytest.raises(shoal.GroupError) as error:
+        shoal.launch(loop, workers=workers, collective=collective)
+    assert time.monotonic() - begun < 20
+    text = str(error.value)
+    assert text.startswith(words) and "finished; all workers must call the same operations" in text
+
+
+def test_a_worker_may_be_at_something_of_its_own_after_others_have_finished() -> None:
+    def loop(session: Session) -> float:
+        total = session.sum(torch.ones(1)).item()
+        time.sleep(2.5 * session.rank)
+        return total
+
+    assert shoal.launch(loop, workers=2) == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("name", "call", "at", "other"),
     [

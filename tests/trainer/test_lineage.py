@@ -67,6 +67,22 @@ def test_of_one_script_the_run_that_fits_is_meant(here: Lineage, change: dict[st
     assert choose(here, [known("new", other), known("old", other)]) == Choice(Path("/runs/new"))
 
 
+def test_a_run_of_this_script_on_other_data_is_named_and_left_alone(here: Lineage) -> None:
+    here = replace(here, data=("a", "b", ""))
+    other = replace(here, data=("a", "c", "d"))
+    folder, said = choose(here, [known("new", other)])
+    assert folder is None and said == ("new was trained on other data of the same length; resume='new' goes on with it")
+    assert choose(here, [known("new", other), known("old", here)]).folder == Path("/runs/old")
+    # what is refused in words is refused
+    assert choose(here, [known("new", replace(other, batch_size=1))]) == Choice(Path("/runs/new"))
+
+
+@pytest.mark.parametrize("data", [None, ("a", "b", "x"), ("a", "", ""), ("x", "y")])
+def test_items_that_cannot_be_compared_do_not_differ(here: Lineage, data: tuple[str, ...] | None) -> None:
+    here = replace(here, data=("a", "b", ""))
+    assert choose(here, [known("new", replace(here, data=data))]) == Choice(Path("/runs/new"))
+
+
 def test_a_run_of_an_older_version_goes_by_what_it_recorded(here: Lineage) -> None:
     older = read_lineage({"run_id": "x", "name": "train", "batch_size": 20, "seed": 0})
     folder, said = choose(here, [known("old", older)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import runpy
@@ -320,12 +321,90 @@ def test_last_is_no_run_of_another_script_of_this_name(
     second = fit("b", 3)
     said = capsys.readouterr().err
     assert second.run_id != first.run_id
-    assert f"no checkpoint in runs of {tmp_path / 'b' / 'train.py'}; starting from the beginning" in said
+    assert f"no checkpoint in runs of {tmp_path / 'b' / 'train.py'} on this data; starting from the beginning" in said
     assert f"there is {first.run_id} of {tmp_path / 'a' / 'train.py'}; resume='{first.run_id}' goes on with it" in said
     with pytest.raises(shoal.CheckpointMismatch, match="batch: 50 there, 40 here"):
         fit("a", 3, batch_size=40)
     assert (fit("a", 3).run_id, fit("b", 4).run_id) == (first.run_id, second.run_id)
     assert "resume=" not in capsys.readouterr().err, "nothing is to be said of that"
+
+
+# -- other data --------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[Any]):
+    """Its items draw, one of their parts is another one each time, and it runs code."""
+
+    def __init__(self, labels: Tensor, shift: float = 0.0) -> None:
+        self.labels, self.shift = labels, shift
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [INPUTS[index] + 0.1 * torch.randn(6) + random.random() + self.shift, self.labels[index]]
+
+
+class Ticking(Noisy):
+    def __getitem__(self, index: int) -> list[Tensor]:
+        inputs, label = super().__getitem__(index)
+        return [inputs + time.perf_counter_ns() % 1000 / 1e6, label]
+
+
+def listening(heard: list[str]) -> Callable[[AnyEvent], None]:
+    return lambda event: heard.append(event.text) if isinstance(event, Notice) else None
+
+
+OTHERS = {
+    "tensors": (TRAINING, TensorDataset(INPUTS * 50, LABELS)),
+    "labels": (TRAINING, TensorDataset(INPUTS, 2 - LABELS)),
+    "items that draw": (Noisy(LABELS), Noisy(LABELS, 1.0)),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_last_is_no_run_on_other_data_of_the_same_length(which: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = OTHERS[which]
+    name = f"other {which}"
+    first = make(name=name, data=one, steps=4, workers=1).fit()
+    capsys.readouterr()
+    second = make(name=name, data=other, steps=2, workers=1, resume="last").fit()
+    said = capsys.readouterr().err
+    assert second.run_id != first.run_id and second.steps == 2
+    assert f"{first.run_id} was trained on other data of the same length; resume='{first.run_id}' goes on" in said
+    # each goes on with its own
+    assert make(name=name, data=one, steps=5, workers=1, resume="last").fit().run_id == first.run_id
+    assert make(name=name, data=other, steps=3, workers=1, resume="last").fit().run_id == second.run_id
+
+
+def test_a_run_that_is_named_goes_on_with_other_data_and_says_it() -> None:
+    first = make(steps=4, workers=1).fit()
+    other = TensorDataset(INPUTS * 50, LABELS)
+    with pytest.raises(shoal.ConfigError, match=r"is of a run on other data \(data\[\d+\] was another item there\)"):
+        make(data=other, steps=3, workers=1, resume=first.run_id).fit()
+    with pytest.raises(shoal.CheckpointMismatch, match="size: 116 there, 40 here"):
+        make(data=TensorDataset(INPUTS[:40], LABELS[:40]), steps=3, workers=1, resume=first.run_id).fit()
+    for steps, said in ((6, 1), (8, 0)):  # from then on it is the data of this run
+        heard: list[str] = []
+        assert make(
+            data=other, steps=steps, workers=1, resume=first.run_id, callbacks=[listening(heard)]
+        ).fit().run_id == (first.run_id)
+        assert sum("was trained on other data" in text for text in heard) == said
+
+
+def test_items_that_are_others_each_time_tell_nothing() -> None:
+    first = make(name="ticking", data=Ticking(LABELS), steps=2, workers=1).fit()
+    assert make(name="ticking", data=Ticking(LABELS), steps=4, workers=1, resume="last").fit().run_id == first.run_id
+
+
+def test_a_checkpoint_of_an_earlier_version_says_nothing_of_its_data() -> None:
+    first = make(name="older", steps=2, workers=1).fit()
+    about = Path(first.run_dir) / "run.json"
+    known = json.loads(about.read_text())
+    assert len(known.pop("data")) == 8
+    about.write_text(json.dumps(known))
+    other = TensorDataset(INPUTS * 50, LABELS)
+    assert make(name="older", data=other, steps=4, workers=1, resume="last").fit().run_id == first.run_id
 
 
 # -- evaluated before it is fitted -------------------------------------------------------------------------------------
@@ -684,7 +763,11 @@ class Recorded(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize("stops", [[(4, 3), (7, 1), (11, 4), (15, 2)], [(15, 4)]], ids=["stopped", "whole"])
-def test_every_sample_is_in_one_step_of_each_epoch(tmp_path: Path, stops: list[tuple[int, int]]) -> None:
+def test_every_sample_is_in_one_step_of_each_epoch(
+    tmp_path: Path, stops: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what is fetched to be compared is not trained on
+    monkeypatch.setattr("shoal.trainer.marks.digests_of", lambda data, indices, **given: [b""] * len(indices))
     notes = tmp_path / "notes"
     notes.mkdir()
     data = Recorded(37, notes)

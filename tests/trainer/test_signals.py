@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 import signal
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.core.events import AnyEvent, RunEnded, StepDone
 from shoal.core.permutation import Permutation
+from shoal.trainer.channel import INTERRUPTED, StopSignals
 from shoal.trainer.proof.rehearse import playing
 from shoal.trainer.step import order_key
 
@@ -164,6 +167,17 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     assert (tmp_path / "home" / "runs" / found[3]).samefile(found[2])
     assert script.kept() == [f"step-{int(found[1]):09d}"]
     assert list((tmp_path / "tmp").glob("shoal-*")) == []
+
+
+def test_what_ends_at_once_leaves_memory_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    last: list[Any] = []
+    monkeypatch.setattr(atexit, "register", last.append)
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.asked == INTERRUPTED and last == []
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert last == [gc.freeze]
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:

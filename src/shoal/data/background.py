@@ -161,6 +161,10 @@ class LoaderProcess:
             self._waiting.done()
         self._pending.popleft().answer = frame
 
+    def answers_within(self, seconds: float) -> bool:
+        """Whether an answer begins to come by then, or the process has ended."""
+        return self._link.poll(seconds)
+
     def close(self) -> None:
         """Close the link; the process ends as soon as it has fetched what it is fetching."""
         if self.alive:

@@ -36,7 +36,7 @@ class Finder:
     def more(self) -> list[Source]:
         """Those generators that were not found before."""
         found = []
-        shared: dict[str, list[str]] = {}
+        shared: list[tuple[str, str, Any]] = []
         for path, thing in reachable(self._roots):
             if is_generator(thing) and identity(thing) not in self._known:
                 # kept, so that its identity stays its own
@@ -45,12 +45,22 @@ class Finder:
                 if source is not None:
                     found.append(source)
             elif (text := what_is_shared(thing)) and is_new(thing):
-                shared.setdefault(text, []).append(path)
+                shared.append((text, path, thing))
         # what is found later was made by this process, while it fetched
         if not self._looked:
-            self.notices += [f"{_named(paths)} {text}" for text, paths in shared.items()]
+            self._name_shared(shared)
         self._looked = True
         return found
+
+    def _name_shared(self, shared: list[tuple[str, str, Any]]) -> None:
+        """In a notice for each kind, but for what only constructors reach: they have run."""
+        if any("__." in path for _, path, _ in shared):
+            paths = {id(thing): path for path, thing in reachable(self._roots, constructed=True)}
+            shared = [(text, paths[id(thing)], thing) for text, _, thing in shared if id(thing) in paths]
+        named: dict[str, list[str]] = {}
+        for text, path, _ in shared:
+            named.setdefault(text, []).append(path)
+        self.notices += [f"{_named(paths)} {text}" for text, paths in named.items()]
 
     def _source(self, path: str, thing: Any) -> Source | None:
         # by path, not by number: which are found first may differ between workers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,13 @@ from shoal.data.fetch import Fetcher, Positions, Request, runs_no_code
 from shoal.data.tree import Unpackable, leaves, mapped
 from shoal.engines.activity import Activity
 
+if TYPE_CHECKING:
+    from shoal.data.background import LoaderProcess
+
 _MOST_ITEMS = 8
 _SECONDS = 0.03
 """No further item is fetched after so long."""
+_SOON_SECONDS = 0.5
 _PLAIN = (bool, int, float, complex, str, type(None))
 UNKNOWN = b""
 """In place of the digest of an item that cannot be compared."""
@@ -44,10 +48,12 @@ def digests_of(
     key: int,
     close_fds: Callable[[], Iterable[int]] = tuple,
     activity: Activity | None = None,
+    late: list[LoaderProcess] | None = None,
 ) -> list[bytes]:
     """For each of these items its digest, or `UNKNOWN`. `key` is what is drawn for them depends on.
 
-    `activity` shows what it is at.
+    `activity` shows what it is at. With `late`, what does not come soon is not waited for. The process that is at it is
+    put there, to be ended by the caller, and ends by itself with the item: a kill could leave half of a file behind.
     """
     source = _Digests(data, name)
     request = tuple(Positions([index], key, index) for index in indices)
@@ -60,8 +66,13 @@ def digests_of(
         process = LoaderProcess({name: source}, [], close_fds(), activity or Activity())
     except OSError:
         return [UNKNOWN] * len(request)
+    ticket = process.ask(name, request)
+    if late is not None and not process.answers_within(_SOON_SECONDS):
+        process.close()
+        late.append(process)
+        return [UNKNOWN] * len(request)
     try:
-        return process.ask(name, request).wait()
+        return ticket.wait()
     except (DataError, Unpackable):
         return [UNKNOWN] * len(request)
     finally:

@@ -21,7 +21,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -37,23 +37,37 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 
 _LOOKS_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 
+_CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__", "__init_subclass__", "__set_name__"})
+"""What has run by the time that there is an object."""
+
 _Named = Iterator[tuple[str, Any]]
 
 
-def reachable(roots: Mapping[str, Any]) -> _Named:
+class _Made(NamedTuple):
+    """A class, as far as an object of it that is there can still run its code."""
+
+    kind: type
+
+
+def reachable(roots: Mapping[str, Any], *, constructed: bool = False) -> _Named:
     """Everything reachable from `roots`, each object once and the nearest first, by its path.
 
     Paths are the same in every process of a run, so nothing that has no order (a set) is looked into.
+    With `constructed`, the constructors of objects that are there are left out: they have run.
     """
     # keeps what was made on the way, so that an id stays one object's
-    seen: dict[int, Any] = {}
+    seen: dict[int | tuple[int], Any] = {}
     waiting = deque(roots.items())
     while waiting and len(seen) < _MOST_THINGS:
         path, thing = waiting.popleft()
-        if id(thing) in seen or issubclass(type(thing), _LEAVES):
+        if type(thing) is _Made and not constructed:
+            thing = thing.kind
+        key = (id(thing.kind),) if type(thing) is _Made else id(thing)
+        if key in seen or issubclass(type(thing), _LEAVES):
             continue
-        seen[id(thing)] = thing
-        yield path, thing
+        seen[key] = thing
+        if type(thing) is not _Made:
+            yield path, thing
         # an object may be built in a way that nobody foresaw
         with suppress(Exception):
             waiting.extend(_parts(path, thing))
@@ -61,7 +75,9 @@ def reachable(roots: Mapping[str, Any]) -> _Named:
 
 def _parts(path: str, thing: Any) -> _Named:
     kind = type(thing)
-    if issubclass(kind, type):
+    if kind is _Made:
+        yield from (pair for pair in _of_class(path, thing.kind) if pair[0].rpartition(".")[2] not in _CONSTRUCTORS)
+    elif issubclass(kind, type):
         yield from _of_class(path, thing)
     elif issubclass(kind, FunctionType):
         yield from _of_function(path, thing)
@@ -74,7 +90,7 @@ def _parts(path: str, thing: Any) -> _Named:
         yield path, thing.__func__
     elif issubclass(kind, property):
         yield path, thing.fget
-    else:
+    elif not _is_queue(kind):
         yield from _of_container(path, thing)
         yield from _of_instance(path, thing)
 
@@ -104,7 +120,7 @@ def _of_instance(path: str, thing: Any) -> _Named:
             if isinstance(member, MemberDescriptorType) and not _of_library(base.__module__):
                 with suppress(AttributeError):
                     yield f"{path}.{name}", member.__get__(thing)
-    yield path, type(thing)
+    yield path, _Made(type(thing))
 
 
 def _of_class(path: str, kind: type) -> _Named:
@@ -155,6 +171,12 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 def _named(path: str, values: Mapping[Any, Any]) -> _Named:
     return ((f"{path}.{name}", value) for name, value in list(values.items()))
+
+
+def _is_queue(kind: type) -> bool:
+    """Of `multiprocessing`: processes are meant to share the pipe in it, and its locks see to that."""
+    queues: Any = sys.modules.get("multiprocessing.queues")
+    return queues is not None and issubclass(kind, (queues.Queue, queues.SimpleQueue))
 
 
 def _is_installed(code: CodeType) -> bool:

@@ -40,7 +40,7 @@ def what_is_shared(thing: Any) -> str:
             f"is a file in which all processes that load data have one position, because {why}: one may read "
             "what another has looked for; open a regular file for reading only (mode 'rb')"
         )
-    if _is_stream(thing) or _is_connection(kind):
+    if _is_stream(thing) or _is_pipe(thing) or _is_connection(kind):
         return (
             f"is a {kind.__module__}.{kind.__qualname__}, which processes share if it was made before they were "
             "forked: one may get the answer that another waits for; make it in __getitem__, again whenever "
@@ -62,6 +62,12 @@ def _is_stream(thing: Any) -> bool:
     return (
         issubclass(type(thing), socket.socket) and socket.socket.fileno(thing) >= 0 and thing.type == socket.SOCK_STREAM
     )
+
+
+def _is_pipe(thing: Any) -> bool:
+    """An end of a `multiprocessing.Pipe` that can be read from."""
+    pipes: Any = sys.modules.get("multiprocessing.connection")  # not imported for this: then there is none
+    return pipes is not None and issubclass(type(thing), pipes.Connection) and not thing.closed and thing.readable
 
 
 def _is_connection(kind: type) -> bool:

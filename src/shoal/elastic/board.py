@@ -35,6 +35,7 @@ WAITING = frozenset({Phase.EXCHANGE, Phase.COPY})
 _WORDS = 16
 _PID, _TERM, _STEP, _PHASE, _SINCE, _START, _STOP, _TICK = range(8)
 _ACTIVITY = slice(8, 8 + _ACTIVITY_WORDS)
+_EXCHANGES = 8 + _ACTIVITY_WORDS
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Sight:
     """Grows while the thread that beats has its turns."""
     doing: Doing = NOTHING
     """Which of the user's functions it is in, where that is known better than by the phase."""
+    exchanges: int = 0
+    """How often it has begun to exchange something with all others: those that have done the same have the same."""
 
 
 class Board:
@@ -94,6 +97,9 @@ class Place:
 
     def enter(self, phase: Phase, step: int) -> None:
         words = self._words
+        if phase is Phase.EXCHANGE:
+            # before the phase: who sees that it waits knows in which of them
+            words[_EXCHANGES] += 1
         words[_STEP] = step
         words[_PHASE] = phase
         words[_SINCE] = time.monotonic_ns()
@@ -126,4 +132,5 @@ def _sight(words: memoryview) -> Sight:
         positions=(start, stop - 1) if stop > start else None,
         ticks=words[_TICK],
         doing=Activity(words[_ACTIVITY]).see(),
+        exchanges=words[_EXCHANGES],
     )

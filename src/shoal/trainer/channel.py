@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import threading
@@ -179,6 +181,9 @@ class StopSignals:
         if self._interrupts > 1:
             if time.monotonic() - self._raised > _CLEANING_SECONDS:
                 self._raised = time.monotonic()
+                # Python would look for cycles among all that torch has imported, for a second and more, to free memory
+                # that goes with the process
+                atexit.register(gc.freeze)
                 raise KeyboardInterrupt
             return
         self.asked = self.asked or INTERRUPTED

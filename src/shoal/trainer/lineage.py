@@ -12,6 +12,8 @@ import msgspec
 
 _SHOWN = 3
 """How many runs a message names."""
+UNMARKED = ""
+"""In place of the mark of an item that cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Lineage:
     samples: int | None = None
     batch_size: int | None = None
     seed: int | None = None
+    data: tuple[str, ...] | None = None
+    """See `shoal.trainer.marks`."""
 
     def differing(self, other: Lineage) -> list[str]:
         """What is recorded of both and differs, but for the script: a run that goes on must have the same."""
         pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
-        return [name for name, one, two in pairs if name != "script" and None not in (one, two) and one != two]
+        return [name for name, one, two in pairs if name != "script" and None not in (one, two) and _differ(one, two)]
 
 
 class Known(NamedTuple):
@@ -46,6 +50,18 @@ class Choice(NamedTuple):
     said: str = ""
 
 
+def _differ(one: Any, two: Any) -> bool:
+    return first_differing(one, two) is not None if isinstance(one, tuple) else one != two
+
+
+def first_differing(marks: Sequence[str], kept: Sequence[str]) -> int | None:
+    """The place of the first mark that differs from the one kept; None where there is none, or nothing to compare."""
+    if len(marks) != len(kept):  # of data of another length, which is told elsewhere
+        return None
+    pairs = enumerate(zip(marks, kept, strict=True))
+    return next((place for place, (one, two) in pairs if UNMARKED not in (one, two) and one != two), None)
+
+
 def model_digest(state: Mapping[str, Any]) -> str:
     """Of the names and shapes in a model's `state_dict`."""
     shapes = sorted((name, list(getattr(value, "shape", ()))) for name, value in state.items())
@@ -54,14 +70,16 @@ def model_digest(state: Mapping[str, Any]) -> str:
 
 def read_lineage(about: Mapping[str, Any]) -> Lineage:
     """From what a run's folder says about it."""
-    return Lineage(**{field.name: about.get(field.name) for field in fields(Lineage)})
+    known: dict[str, Any] = {field.name: about.get(field.name) for field in fields(Lineage)}
+    return Lineage(**{**known, "data": None if known["data"] is None else tuple(known["data"])})
 
 
 def choose(wanted: Lineage, runs: Sequence[Known]) -> Choice:
     """Which of these runs of one name, newest first, is meant.
 
     Where this script has runs and none fits, the newest is chosen all the same: what has changed is then refused in
-    words, and no reason to start all over. A run of another script is not, because going on would overwrite its
+    words, and no reason to start all over. Unless it is nothing but the items of the data, which nobody refuses: then
+    there is none. A run of another script is not, because going on would overwrite its
     checkpoints; unless that script is gone: then it most likely is this one, moved.
     """
     mine = [run for run in runs if _is_same(run.lineage.script, wanted.script)]
@@ -80,7 +98,11 @@ def choose(wanted: Lineage, runs: Sequence[Known]) -> Choice:
 
 def _of_this_script(wanted: Lineage, mine: Sequence[Known]) -> Choice:
     newest = mine[0]
-    folder = next((run.folder for run in mine if not run.lineage.differing(wanted)), newest.folder)
+    fitting = next((run.folder for run in mine if not run.lineage.differing(wanted)), None)
+    if fitting is None and newest.lineage.differing(wanted) == ["data"]:
+        name = newest.folder.name
+        return Choice(None, f"{name} was trained on other data of the same length; resume={name!r} goes on with it")
+    folder = fitting or newest.folder
     if folder != newest.folder:
         other = ", ".join(newest.lineage.differing(wanted))
         return Choice(folder, f"{newest.folder.name} is newer than {folder.name}, but differs in {other}")

@@ -195,7 +195,8 @@ def find_checkpoint(
                 warn(f"resume='last' means {loaded.path}: {said}")
             return loaded, folder
         where = str(run_dir) if run_dir is not None else f"runs named {name!r} in {runs_root()}"
-        where = f"runs of {lineage.script}" if lineage is not None and said else where
+        if lineage is not None and said:
+            where = f"runs of {lineage.script}{' on this data' if lineage.data else ''}"
         warn(f"resume='last': no checkpoint in {where}; {otherwise}{said and f'. {said}'}")
         return None, None
     path = Path(resume).expanduser()

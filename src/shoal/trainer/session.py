@@ -112,6 +112,8 @@ class Session:
         self.private = Private()
         self.asked_others = False
         """Whether the forward under way has asked other workers for something."""
+        self.asking = ""
+        """What it is that this worker asks all others for, while it does."""
         self.parts_wanted = False
         """Whether this step is to be checkpointed, for which all workers give their parts."""
         self.exchanged_in = 0
@@ -301,7 +303,9 @@ class Session:
         self._ask_others()
         mine = to_bytes(tree)
         with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
+            self.asking = purpose
             told = self._group.gather_bytes(mine, STATE, purpose)
+            self.asking = ""
         return [from_bytes(data) for data in told]
 
     def compare_data(self, data: Any, name: str, **facts: int) -> None:

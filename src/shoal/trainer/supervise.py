@@ -127,7 +127,7 @@ def _worker(
         on_board = board.place(rank)
         on_board.begin(os.getpid())
         session = start.session(group, channel, torch.device("cpu"), place=on_board)
-        vigil = Vigil(board, rank, workers, GROUP_TIMEOUT.total_seconds(), channel.urge)
+        vigil = _vigil(board, session, channel)
         watched = vigil.kept() if workers > 1 else nullcontext()
         with deterministic_algorithms(start.deterministic), watched, flushing(channel):
             value = body(session)
@@ -155,6 +155,18 @@ def _worker(
     with suppress(LinkClosed):
         while True:
             link.recv()
+
+
+def _vigil(board: Board, session: Session, channel: LinkChannel) -> Vigil:
+    return Vigil(
+        board,
+        session.rank,
+        session.workers,
+        GROUP_TIMEOUT.total_seconds(),
+        tell=channel.urge,
+        end=session.group.revoke,
+        within=lambda: session.asking,
+    )
 
 
 def _flush_output() -> None:

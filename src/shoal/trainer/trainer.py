@@ -51,6 +51,7 @@ from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
+from shoal.trainer.marks import Marks
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
 from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
@@ -301,10 +302,11 @@ class Trainer(Configured):
         begun = time.monotonic()
         history, before = History(), self._resume_read
         watch = Watch((*self.callbacks, history), signals)
+        marks = Marks(self.recipe.data)
         try:
-            loaded, folder = self._find_resumed(watch, "starting from the beginning")
-            self._check_resumed(loaded, watch)
-            with _Folder(self, loaded, folder, watch) as place, watch.running(place.identity()):
+            loaded, folder = self._find_resumed(watch, "starting from the beginning", marks)
+            doubts = self._check_resumed(loaded, watch, marks)
+            with _Folder(self, loaded, folder, watch, marks) as place, watch.running(place.identity()):
                 if place.continued:
                     history.goes_on(place.run_id, settings.current().store or store_url())
                 start = Start(
@@ -317,12 +319,12 @@ class Trainer(Configured):
                     run_dir=place.path,
                     checkpoint_every=self.checkpoint_every,
                     keep=self.keep,
-                    meta={"run_id": place.run_id, "workers": self.workers},
+                    meta=place.meta(),
                     loaded=loaded,
                     made_before=not is_spmd(self.engine),
                 )
                 self._resume_read = True  # a callback that evaluates must not change the model meanwhile
-                values = self._train(start, watch, signals)
+                values = self._train(start, watch, signals, doubts)
                 for value in values:
                     watch.saw(msgspec.convert(value["seen"], WorkerSeen))
                 return self._finish(values, watch, time.monotonic() - begun, history)
@@ -330,18 +332,25 @@ class Trainer(Configured):
             self._resume_read = before
             raise
         finally:
+            marks.close()
             watch.close()
 
-    def _find_resumed(self, watch: Watch, otherwise: str) -> tuple[Loaded | None, Path | None]:
+    def _find_resumed(
+        self, watch: Watch, otherwise: str, marks: Marks | None = None
+    ) -> tuple[Loaded | None, Path | None]:
+        """With `marks`, those of the data, "last" is no run on other data: one that is to be trained on."""
         if self.resume is None:
             return None, None
+        lineage = self._lineage()
+        if marks is not None and str(self.resume) == "last":
+            lineage = replace(lineage, data=marks.steady)
         return find_checkpoint(
             self.resume,
             run_dir=self.run_dir,
             name=self.name,
             warn=watch.warn,
             progress=watch.read_checkpoint,
-            lineage=self._lineage(),
+            lineage=lineage,
             otherwise=otherwise,
         )
 
@@ -355,15 +364,26 @@ class Trainer(Configured):
             seed=self.seed,
         )
 
-    def _check_resumed(self, loaded: Loaded | None, watch: Watch) -> None:
+    def _check_resumed(self, loaded: Loaded | None, watch: Watch, marks: Marks) -> list[str]:
+        """What is to be said of the checkpoint in notices. Raises ConfigError if this run cannot go on from it."""
         if loaded is None:
-            return
+            return []
+        if loaded.trees["session"]["size"] != check_data(self.recipe.data, "data"):
+            return []  # it is refused where it is restored, and there is no better reason
+        index = marks.other_than(loaded.meta.get("data"))
+        other = f"other data (data[{index}] was another item there)"
+        if loaded.step > self.recipe.total_steps and index is not None:
+            raise ConfigError(
+                f"resume: the checkpoint {loaded.path} is of a run on {other}, and at step {loaded.step}, beyond the "
+                f"{self.recipe.total_steps} steps of this run; give resume= a run on this data, or leave it out"
+            )
         if loaded.step > self.recipe.total_steps:
             raise ConfigError(
                 f"resume: the checkpoint {loaded.path} is at step {loaded.step}, and this run has only "
                 f"{self.recipe.total_steps} steps; give it the epochs= or steps= that it had, or more"
             )
         self._tell_unused(loaded, watch, schedule=self.recipe.schedule, ema=self.recipe.ema)
+        return [] if index is None else [f"{loaded.path} was trained on {other}; the run goes on with this data"]
 
     def _tell_unused(self, loaded: Loaded, watch: Watch, **given: Any) -> None:
         for argument, value in given.items():
@@ -373,8 +393,8 @@ class Trainer(Configured):
                     f"{loaded.path} holds the state of {argument}=, which this run is not given; it goes on without"
                 )
 
-    def _train(self, start: Start, watch: Watch, signals: StopSignals) -> list[dict[str, Any]]:
-        recipe, model = self._doubted(), self.model
+    def _train(self, start: Start, watch: Watch, signals: StopSignals, doubts: Sequence[str]) -> list[dict[str, Any]]:
+        recipe, model = self._doubted(doubts), self.model
         watch.prepare(f"starting {self.workers} workers" if self.workers > 1 else "starting 1 worker")
         import_for_training()
         if isinstance(self.sync, spec.Server):
@@ -425,12 +445,14 @@ class Trainer(Configured):
         self.average = kept or None
         return values
 
-    def _doubted(self) -> Recipe:
-        """With what is to be said of callbacks. Where the script runs once per worker, they see what is trained."""
+    def _doubted(self, doubts: Sequence[str]) -> Recipe:
+        """With these, and what is to be said of callbacks. Where the script runs once per worker, they see what is
+        trained.
+        """
         if is_spmd(self.engine):
-            return self.recipe
-        doubts = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
-        return replace(self.recipe, doubts=tuple(doubts))
+            return replace(self.recipe, doubts=tuple(doubts))
+        stale = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
+        return replace(self.recipe, doubts=(*doubts, *stale))
 
     def _train_with_servers(
         self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
@@ -654,6 +676,7 @@ class _Folder:
     loaded: Loaded | None
     resumed: Path | None
     watch: Watch
+    marks: Marks
 
     def __enter__(self) -> _Folder:
         trainer, loaded = self.trainer, self.loaded
@@ -689,6 +712,11 @@ class _Folder:
         )
         return trainer._identity
 
+    def meta(self) -> dict[str, Any]:
+        """What checkpoints say of this run."""
+        data = list(self.marks.first) if is_main_process() else []  # others write none
+        return {"run_id": self.run_id, "workers": self.trainer.workers, "data": data}
+
     def _about(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
@@ -697,7 +725,7 @@ class _Folder:
             "started": time.time(),
             "workers": trainer.workers,
             "total_steps": trainer.recipe.total_steps,
-            **asdict(trainer._lineage()),
+            **asdict(replace(trainer._lineage(), data=self.marks.first)),
             "resumed": None if self.loaded is None else str(self.loaded.path),
         }
 

@@ -1,4 +1,7 @@
-"""Where membership is fixed: a thread in each worker says so when the worker has waited for others for too long."""
+"""Where membership is fixed: a thread in each worker says so when the worker has waited for others for too long.
+
+One that waits for a worker which has finished would wait in vain: its wait is ended.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shoal.comm.strings import SAME_ORDER
 from shoal.core.traces import stack_of
-from shoal.elastic.board import WAITING, Board, Sight
+from shoal.elastic.board import WAITING, Board, Phase, Sight
 from shoal.elastic.pace import Pace
 from shoal.elastic.waits import call_in_words, doing
 from shoal.engines.activity import Call
@@ -17,17 +21,35 @@ from shoal.engines.look import is_halted
 
 _LOOK_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_SURE_LOOKS = 3
+"""In all of which a worker is in the same wait before it is ended. Looks, not seconds: in a process that was stopped,
+this thread has its turn before what has arrived meanwhile is seen."""
 
 
 class Vigil:
-    """Watches the board from one worker. `tell` is called from the thread, with what a person should know."""
+    """Watches the board from one worker. `tell` is called from the thread, with what a person should know.
 
-    def __init__(self, board: Board, worker: int, workers: int, limit: float, tell: Callable[[str], None]) -> None:
+    So is `end`, with a reason, to end a wait in vain. `within` says in words what the worker waits in, if it can.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        worker: int,
+        workers: int,
+        limit: float,
+        tell: Callable[[str], None],
+        end: Callable[[str], None],
+        within: Callable[[], str] = str,
+    ) -> None:
         self._board = board
         self._worker = worker
         self._workers = workers
         self._limit = limit
         self._tell = tell
+        self._end = end
+        self._within = within
+        self._vain = 0, 0
         self._pace = Pace()
         self._told = -1
         self._main = threading.get_ident()
@@ -49,9 +71,13 @@ class Vigil:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """See whether this worker has waited for too long, and say so, once per step."""
+        """See whether this worker has waited for too long, and say so, once per step; and whether in vain."""
         mine = self._board.see(self._worker)
         self._pace.look(mine, now)
+        finished = self._finished_before(mine)
+        if finished:
+            self._look_at_vain(mine, finished)
+            return
         waited = now - mine.since
         if mine.phase not in WAITING or waited <= self._pace.patience or mine.step == self._told:
             return
@@ -61,6 +87,25 @@ class Vigil:
             return  # one that waits as well tells it
         self._told = mine.step
         self._tell(self._text(mine, late, waited, now))
+
+    def _finished_before(self, mine: Sight) -> list[int]:
+        """The workers that this one waits for, and that have finished without having begun the same."""
+        if mine.phase is not Phase.EXCHANGE:
+            return []
+        sights = {other: self._board.see(other) for other in range(self._workers) if other != self._worker}
+        return [
+            other for other, sight in sights.items() if sight.phase is Phase.DONE and sight.exchanges < mine.exchanges
+        ]
+
+    def _look_at_vain(self, mine: Sight, finished: list[int]) -> None:
+        exchange, looks = self._vain
+        looks = looks + 1 if exchange == mine.exchanges else 1
+        self._vain = mine.exchanges, looks
+        if looks == _SURE_LOOKS:
+            where = self._within() or f"the exchange of step {mine.step + 1}"
+            whom = " and ".join(f"worker {other}" for other in finished)
+            have = "has" if len(finished) == 1 else "have"
+            self._end(f"worker {self._worker} waits in {where} for {whom}, which {have} finished; {SAME_ORDER}")
 
     def _text(self, mine: Sight, late: dict[int, Sight], waited: float, now: float) -> str:
         whom = ", ".join(f"worker {other}" for other in late) or "the others, which all wait as well"
