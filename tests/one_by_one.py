@@ -9,8 +9,6 @@ imported here, and nothing of what the files before it made.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import signal
@@ -18,10 +16,11 @@ import socket
 import sys
 import traceback
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+
+from tests.hugepages import ready_to_fork
 
 _child: list[int] = []
 
@@ -46,9 +45,7 @@ class OneByOne:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if "torch" in sys.modules:  # conftest.py has imported it
             import_for_all()
-        gc.collect()
-        gc.freeze()  # a pass over it in a fork would copy all of it
-        use_huge_pages()
+        ready_to_fork()
         # the folder for temporary files is one for all forks
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         for line in self._stream:
@@ -137,21 +134,3 @@ def import_for_all() -> None:
 
     assert shoal.cli.main.app and Trainer is not None
     import_for_training()
-
-
-HUGE, MADV_COLLAPSE = 2 << 20, 25
-
-
-def use_huge_pages() -> None:
-    """Move this process's memory into huge pages where Linux can (6.1 or newer): each fork copies a table of its pages.
-
-    Forking and ending a copy of this process, with 220 MB, take 5 ms so and 15 ms without.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, inode, *name = line.split()
-        if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
-                madvise(page, HUGE, MADV_COLLAPSE)
