@@ -40,7 +40,31 @@ TOGETHER = ("store",)
 """Folders whose files share a fixture that takes long, a server."""
 LONG = (
     "test_docs.py",
+    "trainer/test_server_deaths.py",
+    "trainer/test_parity.py",
+    "trainer/test_server.py",
+    "trainer/test_launch.py",
+    "comm/test_conformance.py",
+    "cli/test_run.py",
     "trainer/test_elastic.py",
+    "trainer/test_codecs.py",
+    "trainer/test_resume.py",
+    "trainer/test_spmd.py",
+    "trainer/test_server_tables.py",
+    "trainer/test_signals.py",
+    "trainer/test_bad_input.py",
+    "trainer/test_server_scale.py",
+    "trainer/test_edges.py",
+    "comm/test_relay.py",
+    "engines/test_local_engine.py",
+    "syncs/server/test_server_optimizers.py",
+    "trainer/test_clerk_scale.py",
+    "trainer/test_chaos.py",
+    "data/test_loader.py",
+    "comm/test_choose.py",
+    "syncs/server/test_shard.py",
+    "trainer/test_draws.py",
+    "store",
 )
 """What takes longest, the longest first. The others follow by their size."""
 
