@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import typer
+
+from tests.warm import Warm
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -103,39 +103,13 @@ def run_program(path: Path, *args: str, folder: Path) -> str:
     return finished.stdout
 
 
-class Warm:
-    """Runs programs as `run_program` does, in forks of a process that has imported torch and shoal. One thread."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("warm.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, path: Path, *args: str, folder: Path) -> str:
-        work, output = folder / "work", folder / "output"
-        work.mkdir()
-        environment = {"SHOAL_HOME": str(folder / "home")}
-        program = {"path": str(path), "arguments": args, "folder": str(work), "output": str(output)}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps({**program, "environment": environment}), file=self._process.stdin, flush=True)
-        overdue = threading.Timer(DEADLINE, self.end)
-        overdue.start()
-        code = self._process.stdout.readline().strip()
-        overdue.cancel()
-        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-        assert code == "0", f"exit code {code or f'none after {DEADLINE} s'}\n{text}"
-        return text
-
-    def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=DEADLINE)
+def run_warm(warm: Warm, path: Path, *args: str, folder: Path) -> str:
+    """The same, in a fork of a process that has imported torch and shoal."""
+    work = folder / "work"
+    work.mkdir()
+    done = warm.run(str(path), *args, folder=work, environment={**os.environ, "SHOAL_HOME": str(folder / "home")})
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def name_of(path: Path) -> str:
@@ -151,20 +125,20 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     free: SimpleQueue[Warm] = SimpleQueue()
 
     def run(path: Path, folder: Path) -> str:
+        if path == README:  # as a user starts it
+            return run_page_or_example(path, folder, run_program)
         warm = free.get()
         try:
-            return run_page_or_example(path, folder, run_program if path == README else warm.run)
+            return run_page_or_example(path, folder, partial(run_warm, warm))
         finally:
             free.put(warm)
 
-    crew = [Warm() for _ in range(min(len(paths), os.cpu_count() or 1))]
-    for warm in crew:
-        free.put(warm)
-    with ThreadPoolExecutor(len(crew) or 1) as pool:
-        ran = {path: pool.submit(run, path, tmp_path_factory.mktemp(path.stem)) for path in paths}
-    for warm in crew:
-        warm.close()
-    return ran
+    with ExitStack() as stack:
+        crew = min(len(paths), os.cpu_count() or 1)
+        for _ in range(crew):
+            free.put(stack.enter_context(Warm("sklearn.datasets", deadline=DEADLINE)))
+        with ThreadPoolExecutor(crew or 1) as pool:
+            return {path: pool.submit(run, path, tmp_path_factory.mktemp(path.stem)) for path in paths}
 
 
 def run_page_or_example(path: Path, folder: Path, run_program: Callable[..., str]) -> str:

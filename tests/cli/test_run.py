@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import get_type_hints
@@ -19,6 +20,9 @@ import pytest
 
 from shoal.cli import run
 from shoal.core import spec
+from tests.warm import Warm
+
+Shoal = Callable[..., subprocess.CompletedProcess[str]]
 
 SCRIPT = """
 import sys
@@ -71,14 +75,21 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "SHOAL_HOME": str(folder / "home"), "COLUMNS": "160", "NO_COLOR": "1"}
 
 
-def shoal(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def shoal() -> Iterator[Shoal]:
+    """What a user would type in a folder, sooner."""
+    with Warm() as warm:
+        yield lambda folder, *args: warm.run("-m", "shoal.cli", *args, folder=folder, environment=environment(folder))
+
+
+def cold(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*args), cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=90, check=False
     )
 
 
-def test_flags_beat_the_script_and_the_rest_is_the_scripts(folder: Path) -> None:
-    done = shoal(folder, "run", "train.py", "--workers", "2", "--", "--lr", "3")
+def test_flags_beat_the_script_and_the_rest_is_the_scripts(folder: Path, shoal: Shoal) -> None:
+    done = cold(folder, "run", "train.py", "--workers", "2", "--", "--lr", "3")
     assert done.returncode == 0, done.stderr
     assert "RESULT 2 6 ['--lr', '3'] __main__ train.py" in done.stdout
     assert "6 steps on 2 workers" in done.stderr and "report.html" in done.stderr
@@ -90,13 +101,13 @@ def test_flags_beat_the_script_and_the_rest_is_the_scripts(folder: Path) -> None
     assert re.search(r"workers +flag +2", shown.stdout), shown.stdout
 
 
-def test_epochs_beat_steps_of_the_script(folder: Path) -> None:
+def test_epochs_beat_steps_of_the_script(folder: Path, shoal: Shoal) -> None:
     done = shoal(folder, "run", "train.py", "--epochs", "1", "--quiet")
     assert done.returncode == 0 and "RESULT 1 4 " in done.stdout
     assert done.stderr == ""
 
 
-def test_show_config(folder: Path) -> None:
+def test_show_config(folder: Path, shoal: Shoal) -> None:
     done = shoal(folder, "run", "train.py", "--workers", "2", "--show-config")
     assert done.returncode == 0 and "RESULT" not in done.stdout
     lines = [line.split()[:3] for line in done.stdout.splitlines()]
@@ -104,7 +115,7 @@ def test_show_config(folder: Path) -> None:
     assert not (folder / "home").exists()
 
 
-def test_json_lines(folder: Path) -> None:
+def test_json_lines(folder: Path, shoal: Shoal) -> None:
     done = shoal(folder, "run", "train.py", "--json", "--workers", "2", "--", "--talk")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     kinds = [line["event"] for line in lines]
@@ -113,7 +124,7 @@ def test_json_lines(folder: Path) -> None:
     assert all(line.startswith(("{", "RESULT")) for line in done.stdout.splitlines())
 
 
-def test_a_bug_in_the_data_set_is_the_last_thing_on_the_screen(folder: Path) -> None:
+def test_a_bug_in_the_data_set_is_the_last_thing_on_the_screen(folder: Path, shoal: Shoal) -> None:
     done = shoal(folder, "run", "train.py", "--workers", "2", "--", "--bug")
     assert done.returncode == 1
     screen = done.stderr.rstrip().splitlines()
@@ -146,7 +157,7 @@ def test_python_shows_the_same_last_lines(folder: Path) -> None:
     assert "  hint: get that item by itself to see the cause: data[40]" in done.stderr.splitlines()[-5:]
 
 
-def test_an_error_of_the_script_itself_looks_as_with_python(folder: Path) -> None:
+def test_an_error_of_the_script_itself_looks_as_with_python(folder: Path, shoal: Shoal) -> None:
     (folder / "bad.py").write_text("def f():\n    return 1 / 0\n\nf()\n")
     done = shoal(folder, "run", "bad.py")
     plain = subprocess.run([sys.executable, "bad.py"], cwd=folder, capture_output=True, text=True, timeout=60)
@@ -164,14 +175,14 @@ def test_an_error_of_the_script_itself_looks_as_with_python(folder: Path) -> Non
         ("import beside; assert beside.WORD == 'found'; import sys; sys.exit(5)", 5, []),
     ],
 )
-def test_scripts_that_do_not_train(folder: Path, source: str, code: int, words: list[str]) -> None:
+def test_scripts_that_do_not_train(folder: Path, source: str, code: int, words: list[str], shoal: Shoal) -> None:
     (folder / "odd.py").write_text(source)
     done = shoal(folder, "run", "odd.py")
     assert done.returncode == code, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
 
 
-def test_a_trainer_that_is_never_fitted(folder: Path) -> None:
+def test_a_trainer_that_is_never_fitted(folder: Path, shoal: Shoal) -> None:
     (folder / "unfit.py").write_text(SCRIPT.replace(").fit()", ")").replace("\nprint(", "\n# print("))
     done = shoal(folder, "run", "unfit.py")
     assert done.returncode == 2 and "made a Trainer and never called fit()" in done.stderr, done.stderr
@@ -196,7 +207,7 @@ def test_a_trainer_that_is_never_fitted(folder: Path) -> None:
         (["train.py", "--metrics-port", "0", "--metrics-host", "0.0.0.0"], ["key"]),
     ],
 )
-def test_bad_input(folder: Path, args: list[str], words: list[str]) -> None:
+def test_bad_input(folder: Path, args: list[str], words: list[str], shoal: Shoal) -> None:
     done = shoal(folder, "run", *args)
     assert done.returncode == 2, done.stderr
     said = re.sub(r"\s*[│\n]\s*", " ", done.stderr)
@@ -205,14 +216,14 @@ def test_bad_input(folder: Path, args: list[str], words: list[str]) -> None:
     assert not (folder / "home").exists()
 
 
-def test_a_refused_argument_points_into_the_script(folder: Path) -> None:
+def test_a_refused_argument_points_into_the_script(folder: Path, shoal: Shoal) -> None:
     done = shoal(folder, "run", "train.py", "--clip", "-3")
     assert done.returncode == 2
     assert 'File "train.py", line 24' in done.stderr and "clip=-3.0; it must be a number above 0" in done.stderr
     assert "trainer.py" not in done.stderr
 
 
-def test_ctrl_c_and_resume(folder: Path) -> None:
+def test_ctrl_c_and_resume(folder: Path, shoal: Shoal) -> None:
     """The whole way that a person goes: start, interrupt, look, go on."""
     running = subprocess.Popen(
         command("run", "train.py", "--json", "--name", "long", "--", "--steps", "100000"),
@@ -249,7 +260,7 @@ def recorded(folder: Path) -> bool:
     return False
 
 
-def test_a_killed_run_is_shown_as_such_and_resumed(folder: Path) -> None:
+def test_a_killed_run_is_shown_as_such_and_resumed(folder: Path, shoal: Shoal) -> None:
     running = subprocess.Popen(
         command("run", "train.py", "--workers", "2", "--checkpoint-every", "5", "--plain", "--", "--steps", "100000"),
         cwd=folder,
@@ -274,7 +285,7 @@ def test_a_killed_run_is_shown_as_such_and_resumed(folder: Path) -> None:
     assert f"from step {step}" in again.stderr
 
 
-def test_own_loops_run_too(folder: Path) -> None:
+def test_own_loops_run_too(folder: Path, shoal: Shoal) -> None:
     (folder / "loop.py").write_text(
         textwrap.dedent(
             """

@@ -131,6 +131,18 @@ def test_a_subclass_of_tensor_dataset_keeps_its_items() -> None:
     assert Fetcher(Subset(Negated(torch.arange(5)), [4, 3]), None).fetch(one(1))[0].tolist() == [-3]
 
 
+def test_a_subclass_of_subset_keeps_its_items() -> None:
+    class Doubled(Subset):
+        def __getitem__(self, index: int) -> Tensor:
+            return 2 * self.dataset[self.indices[index]]
+
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [self[index] for index in indices]
+
+    assert Fetcher(Doubled(torch.arange(5), [4, 3]), None).fetch(one(1, 0))[0].tolist() == [6, 8]
+    assert Fetcher(Subset(Doubled(torch.arange(5), [4, 3]), [1]), None).fetch(one(0))[0].tolist() == [6]
+
+
 def test_out_of_range_row_is_named() -> None:
     with pytest.raises(DataError, match=r"train\[10\].*IndexError"):
         Fetcher(TensorDataset(torch.arange(10)), None, name="train").fetch(one(1, 10, 2))

@@ -248,11 +248,24 @@ def test_a_cut_heals_by_itself() -> None:
         assert lab.check() == []
 
 
-def test_a_lab_that_went_down_needs_no_healing() -> None:
+def test_a_lab_that_went_down_needs_no_healing(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.testing.faults import _Healing
 
+    attach, refused = Lab.attach, []
+
+    def attached(name: str) -> Lab:
+        try:
+            return attach(name)
+        except ConfigError:
+            refused.append(name)
+            raise
+
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(Lab, "attach", attached)
     healing = _Healing("no-such-lab", "a", "b", False, 1000)
     healing.now()
+    assert refused == ["no-such-lab"] and raised == []
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ _calm: dict[Any, shoal.Trainer] = {}
 
 def calm(model: Callable[[], nn.Module] = plain, **options: Any) -> shoal.Trainer:
     """The same run with nothing going wrong, on the usual path for a fixed number of workers."""
-    key = model, tuple(sorted(options))
+    key = model, frozenset(options.items())
     if key not in _calm:
         _calm[key] = fit(model, loss=loss, workers=2, **options)[0]
     return _calm[key]
