@@ -98,7 +98,7 @@ class Table:
         cpu, machine, began = self._cpu(), _machine_cpu(), time.monotonic()
         for line in seat.ranks.values():
             line.sendall(turn.GRANT.pack(lead, steps))
-        seconds = max(self._reports(seat, (lead + steps) * self.share * self.workers // self._ranks(seat)))
+        seconds = max(self._reports(seat, (lead + steps) * self.share * self.workers))
         self._account(name, cpu, machine, time.monotonic() - began)
         return seconds
 
@@ -156,7 +156,8 @@ class Table:
             raise _failure(seat, f"has a rank with {about}: it must have the Shoal in {self.source}")
 
     def _reports(self, seat: Seat, samples: int) -> list[float]:
-        until, seconds, silent = time.monotonic() + self.deadline, [], set(seat.ranks.values())
+        """Seconds of each rank. All ranks together must have computed so many samples, however they share them."""
+        until, seconds, silent, computed = time.monotonic() + self.deadline, [], set(seat.ranks.values()), 0
         while silent:
             ready = select(silent, [], [], max(0.0, until - time.monotonic()))[0]
             if not ready:
@@ -166,10 +167,11 @@ class Table:
                 if len(report) < turn.REPORT.size:
                     raise _failure(seat, "lost a rank during its turn")
                 elapsed, seen = turn.REPORT.unpack(report)
-                if seen != samples:
-                    raise _failure(seat, f"computed {seen} samples on a rank where every arm computes {samples}")
+                computed += seen
                 seconds.append(elapsed)
                 silent.remove(line)
+        if computed != samples:
+            raise _failure(seat, f"computed {computed} samples in a turn in which every arm computes {samples}")
         return seconds
 
     def _cpu(self) -> dict[str, float]:

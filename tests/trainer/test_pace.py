@@ -92,3 +92,19 @@ def test_where_the_split_is_seen_time_has_no_say(
 ) -> None:
     counts = train(model(), loss, **options)
     assert counts == [[BATCH // 2] * STEPS] * 2
+
+
+@pytest.mark.slow
+def test_more_workers_than_atoms_compute_and_agree() -> None:
+    """64 processes on whatever this machine has."""
+    model, plain = net(), net()
+    seen: dict[int, int] = {}
+
+    def note(event: Any) -> None:
+        if isinstance(event, shoal.WorkerSeen):
+            seen[event.worker] = event.samples
+
+    shoal.Trainer(model, mean, adam, DATA, batch_size=96, steps=5, workers=64, callbacks=[note]).fit()
+    reference_fit(plain, mean, adam, DATA, batch_size=96, steps=5)
+    assert relative_difference(model, plain) < 1e-5
+    assert len(seen) == 64 and all(count in (5, 10) for count in seen.values()), seen

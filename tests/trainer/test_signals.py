@@ -96,7 +96,18 @@ class Script:
         assert self.process.stdout is not None and self.process.stderr is not None
         first = self.process.stdout.readline()
         assert first == "a step is done\n", self.process.communicate()[1]
-        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+        self.descendants = self._lasting_descendants()
+
+    def _lasting_descendants(self) -> list[psutil.Process]:
+        """Without forks that examine the loss once more in the first epoch, which end by themselves."""
+        script, before = psutil.Process(self.process.pid), None
+        for _ in range(50):
+            now = script.children(recursive=True)
+            if now == before:
+                break
+            before = now
+            time.sleep(0.1)
+        return now
 
     def read_until(self, words: str) -> None:
         assert self.process.stderr is not None

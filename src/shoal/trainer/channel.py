@@ -171,7 +171,24 @@ class StopSignals:
     def __exit__(self, *error: object) -> None:
         for number, old in self._before.items():
             # None: a handler that was not set from Python, and cannot be set again from here
-            signal.signal(number, signal.SIG_DFL if old is None else old)
+            handler = signal.SIG_DFL if old is None else old
+            signal.signal(number, self._in_peace(handler) if number == signal.SIGINT else handler)
+
+    def _in_peace(self, handler: Any) -> Any:
+        """What handles Ctrl-C again, once what is cleaned up after a second one has had its moment.
+
+        Python itself is not disturbed either, while it ends.
+        """
+        over = self._raised + _CLEANING_SECONDS
+        if time.monotonic() > over:
+            return handler
+
+        def wait(number: int, frame: object) -> None:
+            if time.monotonic() > over:
+                signal.signal(number, handler)
+                os.kill(os.getpid(), number)
+
+        return wait
 
     def _on_term(self, number: int, frame: object) -> None:
         self.asked = self.asked or PREEMPTED
