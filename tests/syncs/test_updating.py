@@ -207,3 +207,17 @@ def test_a_state_of_plain_steps_goes_on() -> None:
             update(quick)
     for mine, theirs in zip(fused, plain, strict=True):
         assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_a_hook_that_runs_after_the_step_costs_nothing() -> None:
+    params, others = parameters(), parameters()
+    mine, theirs = AdamW(params), AdamW(others, fused=True)
+    called: list[bool] = []
+    mine.register_step_post_hook(lambda *_: called.append(True))
+    for step in range(3):
+        for each in (params, others):
+            gradients(each, step)
+        update(mine)
+        theirs.step()
+    assert called == [True] * 3
+    assert all(torch.equal(one, other) for one, other in zip(params, others, strict=True))

@@ -20,10 +20,10 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
     On a CPU the usual way of Adam goes through memory about ten times, and makes tensors to do it; the fused one goes
     once, in a third to a tenth of the time. They differ in the last bit of a number now and then. On a GPU torch takes
-    the quickest way by itself. Outside of the step the groups are as the user made them. An optimizer with hooks steps
-    as usual: they run inside of the step, may put other gradients there, and see the groups.
+    the quickest way by itself. Outside of the step the groups are as the user made them. An optimizer with hooks that
+    run before its step steps as usual: they may put other gradients there.
     """
-    if type(optimizer) not in _FUSED or _has_hooks(optimizer):
+    if type(optimizer) not in _FUSED or _has_hooks_before(optimizer):
         optimizer.step()
         return
     groups = [group for group in optimizer.param_groups if _is_open(group, optimizer.state)]
@@ -41,9 +41,8 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group.get("lr", nan)) for group in optimizer.param_groups]
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, every._global_optimizer_pre_hooks, every._global_optimizer_post_hooks))
+def _has_hooks_before(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or every._global_optimizer_pre_hooks)
 
 
 def _is_open(group: dict[str, Any], state: dict[Tensor, Any]) -> bool:
