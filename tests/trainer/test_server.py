@@ -194,6 +194,27 @@ def test_batchnorm_never_gets_a_single_sample(batch: int, tmp_path: Path) -> Non
     assert min(seen.values()) < sum(seen.values()) / 2.2, "leases were even: nobody might have had few samples"
 
 
+@pytest.mark.parametrize(("mode", "proven"), [("bsp", True), ("bsp", False), ("ssp", False)])
+def test_in_step_speed_has_a_say_only_where_nobody_sees_how_a_step_is_cut(
+    mode: str, proven: bool, tmp_path: Path
+) -> None:
+    sizes = tmp_path / "sizes"
+
+    def loss(model: nn.Module, given: Any) -> Any:
+        if playing() is None:
+            with open(sizes, "a") as file:
+                file.write(f"{len(given[0])}\n")
+            time.sleep(0.0 if first_to(tmp_path / "fast") else 0.002 * len(given[0]))
+        error = nn.functional.mse_loss(model(given[0]), given[1])
+        return error if proven else error.sqrt()  # of a mean: samples see each other
+
+    inputs = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :1])
+    Trainer(nn.Linear(6, 1), loss, sgd, data, batch_size=24, steps=20, workers=2, sync=f"server:mode={mode}").fit()
+    computed = {int(size) for size in sizes.read_text().split()}
+    assert (computed == {12}) == (mode == "bsp" and not proven), computed
+
+
 def test_staleness_beyond_all_memory_is_bounded_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     open_steps: list[int] = []
 
