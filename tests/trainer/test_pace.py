@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.comm.group import SoloGroup
 from shoal.testing.reference import reference_fit, relative_difference
+from shoal.trainer.channel import DirectChannel
+from shoal.trainer.session import Session
 
 STEPS = 40
 BATCH = 48
@@ -92,6 +95,21 @@ def test_where_the_split_is_seen_time_has_no_say(
 ) -> None:
     counts = train(model(), loss, **options)
     assert counts == [[BATCH // 2] * STEPS] * 2
+
+
+def test_a_pace_that_was_told_in_a_phase_that_broke_does_not_count() -> None:
+    """Those who come after it may be other members, and more or fewer."""
+    session = Session(SoloGroup(), DirectChannel(None, None), device=torch.device("cpu"))
+    model = net()
+    optimizer = adam(model.named_parameters())
+    session.track(model=model, optimizer=optimizer)
+    for step in session.steps(DATA, BATCH, steps=1):
+        step._pace = (1.0, 2.0, 3.0)
+        for batch in step:
+            step.backward(mean(model, batch))
+        assert step._pace == ()
+        step.apply(optimizer)
+    session.close()
 
 
 @pytest.mark.slow

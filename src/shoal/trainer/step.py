@@ -242,8 +242,6 @@ class Step:
         """The summed flags, where the exchange is part of the iteration."""
         self.rehearsed = 0.0
         """Seconds that examining the loss took."""
-        self._pace: Pace = ()
-        """Samples per second, of all workers, where all have told it."""
         self.overtaken = False
         """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
@@ -262,6 +260,9 @@ class Step:
         self._applied: set[int] = set()
         self._per = 1.0
         """By which weights are divided from the next step on."""
+        self._pace: Pace = ()
+        """Samples per second, of all workers, where all have told it in this phase. If members change in it, others
+        compute it again, and this counts no longer."""
 
     # -- a phase -------------------------------------------------------------------------------------------------------
 
@@ -645,7 +646,8 @@ class Step:
         if flags[_SAVE] > 0:
             self._session.parts_wanted = True
         pace = tuple(flags[FLAGS : FLAGS + self._session.workers])
-        self._pace = pace if len(pace) > 1 and all(pace) else self._pace
+        if len(pace) > 1 and all(pace):
+            self._pace = pace
 
     def _settle(self, sums: Tensor, doubles: Tensor, *, agree: bool) -> Update:
         """Read the summed vectors; where workers met something new in this step, agree on it."""
