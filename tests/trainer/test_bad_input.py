@@ -516,10 +516,29 @@ def test_a_worker_that_goes_away(loss: Any, words: list[str], workers: int) -> N
     with refused(shoal.WorkerError, f"worker {workers - 1} ", *words) as error:
         make(
             workers=workers,
+            replace=False,
             loss=lambda model, batch: loss(model, batch) if (batch == culprit).any() else square(model, batch),
         ).fit()
     assert isinstance(error.value, shoal.WorkerError)
     assert error.value.worker == workers - 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        pytest.param(_leave, ["left with exit code 4", "os._exit"], id="os._exit"),
+        pytest.param(_crash, ["was killed by SIGSEGV", "the stack of that moment is in its log"], id="crash"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_samples_that_end_whoever_computes_them_end_the_run(loss: Any, words: list[str], workers: int) -> None:
+    culprit = sample_at(BATCH - 1) / SAMPLES
+    last = "no worker is left" if workers == 1 else "two workers died in step 1 while they computed the same samples"
+    with refused(shoal.WorkerError, last, *words):
+        make(
+            workers=workers,
+            loss=lambda model, batch: loss(model, batch) if (batch == culprit).any() else square(model, batch),
+        ).fit()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

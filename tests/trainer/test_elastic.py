@@ -544,8 +544,8 @@ def test_sigterm_ends_an_elastic_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert any(path.is_dir() for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_where_membership_is_fixed_a_long_wait_is_told(tmp_path: Path) -> None:
-    """Who waits for whom, where, with the waiting worker's stack; a stopped process is named."""
+def test_where_nobody_is_replaced_a_long_wait_is_told(tmp_path: Path) -> None:
+    """That a process is stopped; and who waits for whom, where, with the waiting worker's stack."""
     stopped: list[int] = []
 
     def stop_one(event: AnyEvent) -> None:
@@ -572,13 +572,16 @@ def test_where_membership_is_fixed_a_long_wait_is_told(tmp_path: Path) -> None:
         batch_size=BATCH,
         steps=STEPS,
         workers=2,
+        replace=False,
         callbacks=[told, stop_one],
     )
     trainer.fit()
     assert told.steps == list(range(1, STEPS + 1))
-    [text] = [notice.text for notice in told.of(shoal.Notice) if "has waited" in notice.text]
-    assert "worker 0 has waited" in text and "for worker 1 in step" in text
-    assert f"worker 1 is stopped (process {stopped[0]}" in text
+    assert told.of(shoal.Regrouped) == []
+    texts = [notice.text for notice in told.of(shoal.Notice)]
+    assert any("worker-1 stands still" in text and "The run waits for it: with replace=False" in text for text in texts)
+    [text] = [text for text in texts if "has waited" in text]
+    assert "worker-0 has waited" in text and "for worker-1 in step" in text and "without them" not in text
     assert "waits here:" in text and 'File "' in text
 
 

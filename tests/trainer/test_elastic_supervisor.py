@@ -81,7 +81,7 @@ class Worker:
 
     def give(self, value: Any) -> None:
         parcel, buffers = seal(value)
-        self.channel.give(Returned(), [parcel, *buffers])
+        self.channel.give(Returned(complete=True), [parcel, *buffers])
         self.channel.await_end()
 
     def await_file(self, name: str) -> None:
@@ -170,13 +170,16 @@ def test_a_death_is_reported_with_its_place_replaced_and_told_in_words(tmp_path:
         engine.hear()
         engine.order(said.Start(0), said.Start(1), changed(1, [0, 1], [0, 1]))
         end = engine.hear()
-        assert end == said.Ended(1, "was killed by SIGKILL", computing=True, step=12, positions=(64, 95))
+        assert end == said.Ended(
+            1, "was killed by SIGKILL", computing=True, step=12, positions=(64, 95), signal=9
+        )
         engine.order(said.Start(1), changed(2, [0], lost=[1]), changed(3, [0, 1], joined=[1]), said.Say("go"))
         engine.until_closed()
 
     def worker(self: Worker) -> None:
         if self.seat == 1 and self.life == 0:
             self.place.term(1)
+            self.place.redoable(True)
             self.place.computes(64, 96)
             self.place.enter(Phase.COMPUTE, 12)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -317,7 +320,7 @@ def test_one_that_has_returned_counts_whatever_happens_to_it(tmp_path: Path) -> 
     def worker(self: Worker) -> None:
         if self.seat == 1:
             parcel, buffers = seal("early")
-            self.channel.give(Returned(), [parcel, *buffers])
+            self.channel.give(Returned(complete=True), [parcel, *buffers])
             (self.folder / "returned").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         self.await_file("returned")
@@ -362,7 +365,7 @@ def test_a_stopped_worker_is_seen_and_ends_for_the_reason_given(tmp_path: Path) 
             assert looked.verdict == said.SLOW and time.monotonic() < deadline
         engine.order(said.Kill(1, "worker-1 does not beat"))
         end = engine.hear()
-        assert end == said.Ended(1, "was killed, because it does not beat")
+        assert end == said.Ended(1, "was killed, because it does not beat", signal=9)
         engine.order(said.Look(1))
         gone = engine.hear()
         assert isinstance(gone, said.Looked) and gone.verdict == said.GONE
@@ -484,7 +487,7 @@ def test_a_plan_of_faults_acts_through_the_supervisor(tmp_path: Path) -> None:
         present = engine.hear()
         if engine.first_time():
             engine.order(said.Start(0), said.Start(1), said.Say("first"))
-            assert engine.hear() == said.Ended(1, "was killed by SIGKILL")
+            assert engine.hear() == said.Ended(1, "was killed by SIGKILL", signal=9)
             engine.order(said.Say("second"))
             engine.until_closed()
         assert present == said.Present([0])

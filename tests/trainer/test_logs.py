@@ -75,8 +75,8 @@ def test_a_worker_that_fails_keeps_its_whole_traceback(tmp_path: Path, capfd: py
     assert worker is not None
     log = log_path(tmp_path / "logs", worker, ERR).read_text()
     # every frame in the log, only the user's in the error, and neither of them printed by the run itself
-    assert "supervise.py" in log and "LookupError: deep down" in log
-    assert "supervise.py" not in caught.value.__notes__[0] and "in failing" in caught.value.__notes__[0]
+    assert "elastic_worker.py" in log and "LookupError: deep down" in log
+    assert "elastic_worker.py" not in caught.value.__notes__[0] and "in failing" in caught.value.__notes__[0]
     shown = capfd.readouterr()
     assert "Traceback" not in shown.err and "before the end" in shown.out
     assert f"  log:  {log_path(tmp_path / 'logs', worker, ERR)}" in caught.value.__notes__[0]

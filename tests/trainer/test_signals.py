@@ -161,7 +161,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     tmp_path: Path, number: signal.Signals, to_all: bool, code: int, named: str
 ) -> None:
     with running(tmp_path, data_workers=1) as script:
-        assert len(script.descendants) == 5, "a zygote, two workers, and a loader process for each"
+        assert len(script.descendants) == 6, "a zygote, the coordinator, two workers, and a loader process for each"
         begun = time.monotonic()
         if to_all:
             os.killpg(script.process.pid, number)
@@ -210,7 +210,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     with running(tmp_path, data_workers=1) as script:
-        assert len(script.descendants) == 5
+        assert len(script.descendants) == 6
         script.process.kill()
         assert script.survivors(2) == []
 
@@ -258,7 +258,7 @@ def test_a_killed_worker_is_named_and_ends_the_run(tmp_path: Path, rank: int, po
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
     with pytest.raises(shoal.WorkerError, match=f"worker {rank} was killed by SIGKILL.*memory") as failed:
-        make(loss=loss, data=data, workers=3, steps=1_000_000, data_workers=1, callbacks=[kill]).fit()
+        make(loss=loss, data=data, workers=3, steps=1_000_000, data_workers=1, replace=False, callbacks=[kill]).fit()
     assert time.monotonic() - at < 3
     assert failed.value.worker == rank
 

@@ -36,6 +36,7 @@ _WORDS = 16
 _PID, _TERM, _STEP, _PHASE, _SINCE, _START, _STOP, _TICK = range(8)
 _ACTIVITY = slice(8, 8 + _ACTIVITY_WORDS)
 _EXCHANGES = 8 + _ACTIVITY_WORDS
+_REDOABLE = _EXCHANGES + 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Sight:
     doing: Doing = NOTHING
     """Which of the user's functions it is in, where that is known better than by the phase."""
     exchanges: int = 0
-    """How often it has begun to exchange something with all others: those that have done the same have the same."""
+    """How often it has begun to exchange something with all others in this term: those that have done the same have the
+    same."""
+    redoable: bool = False
+    """Whether what it does can be done again, by others or by another process in its place."""
 
 
 class Board:
@@ -94,6 +98,11 @@ class Place:
 
     def term(self, number: int) -> None:
         self._words[_TERM] = number
+        self._words[_EXCHANGES] = 0
+
+    def redoable(self, on: bool) -> None:
+        """Whether this worker's death is survived, from now on."""
+        self._words[_REDOABLE] = on
 
     def enter(self, phase: Phase, step: int) -> None:
         words = self._words
@@ -133,4 +142,5 @@ def _sight(words: memoryview) -> Sight:
         ticks=words[_TICK],
         doing=Activity(words[_ACTIVITY]).see(),
         exchanges=words[_EXCHANGES],
+        redoable=bool(words[_REDOABLE]),
     )

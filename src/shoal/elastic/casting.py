@@ -40,6 +40,7 @@ from shoal.elastic.terms import (
     process_of,
     remember_life,
     second_death,
+    too_many,
 )
 
 _MOST_TEXT = 15_000
@@ -92,9 +93,20 @@ class Casting(ABC):
 
     @abstractmethod
     def _fail(
-        self, text: str, *, everything: bool = False, step: int | None = None, at: tuple[int, int] | None = None
+        self,
+        text: str,
+        *,
+        everything: bool = False,
+        seat: int | None = None,
+        step: int | None = None,
+        at: tuple[int, int] | None = None,
     ) -> None:
         """The run cannot go on."""
+
+    @property
+    @abstractmethod
+    def _is_before_the_first(self) -> bool:
+        """Whether no term was declared yet."""
 
     def _restore(self, kept: Kept, now: float) -> None:
         self._kept = kept
@@ -202,19 +214,20 @@ class Casting(ABC):
             self._refuse_unknown(name)
         elif life in self._kept.ended.get(seat, []) or (process.life == life and process.lost):
             return
-        elif why := self._mismatch(body):
+        elif (why := self._mismatch(body)) and not (process.life == life and process.was_ready):
             self._order(Tell(name, Refused(why)))
-            if process.life is None and not process.refused:
+            if not process.refused:
                 process.refused = True
                 self._order(Say(f"{name} was refused: {why}"))
         else:
+            # those who take part already say by it that all have come to another loop
             if process.life not in (None, life):
                 self._forget(process, now)
                 process = self._processes[seat] = Process(seat)
             process.life = life
             process.refused = False
-            self._kept.signature = body.signature
-            self._order(Tell(name, Welcome()))
+            self._kept.signature = body.signature or self._kept.signature
+            self._order(Tell(name, Welcome(begun=not self._is_before_the_first)))
 
     def _mismatch(self, hello: Hello) -> str:
         if hello.version != self._plan.version:
@@ -222,12 +235,13 @@ class Casting(ABC):
                 f"it has shoal {hello.version}, and the run has {self._plan.version}. All workers of a run need the "
                 f"same version: install shoal=={self._plan.version} there"
             )
-        if self._kept.signature not in (None, hello.signature):
+        if hello.signature and self._kept.signature not in (None, hello.signature):
             assert self._kept.signature is not None
             return (
                 f"its model, optimizer or data differ (signature {hello.signature.hex()[:12]}) from the run's "
                 f"(signature {self._kept.signature.hex()[:12]}). All workers must build the same ones: "
-                "start it from the same script, arguments and data"
+                "start it from the same script, arguments and data. (In a function with several loops, a worker can "
+                "be replaced only in the first.)"
             )
         return ""
 
@@ -261,7 +275,9 @@ class Casting(ABC):
         process.lost_at = now
         process.ready = None
         remember_life(self._kept.ended, process)
-        if was_member:
+        if not (self._plan.replaces or process.leaving or self._kept.complete):
+            self._fail(f"{process.name} is lost", seat=process.seat)
+        elif was_member:
             self._lost(process, now)
 
     def _forget(self, process: Process, now: float) -> None:
@@ -277,14 +293,26 @@ class Casting(ABC):
         self._forget(process, now)
         if self._kept.complete or process.killed or process.leaving:
             return
+        if report.elsewhere:
+            self._fail(f"{process.name} {report.how}", seat=report.seat)
+            return
         common = second_death(self._kept.deaths, report)
         if common is not None:
             self._fail(
                 f"two workers died in step {common.step + 1} while they computed the same samples: positions "
                 f"{common.first}–{common.last} of its epoch (the last one, {process.name}, {report.how}). Another "
                 "would die of them as well. Look at these samples, and at what the model does with them.",
+                seat=report.seat,
                 step=common.step,
                 at=(common.first, common.last),
+            )
+        elif too_many(self._kept.killed, report, self._plan.deaths):
+            self._fail(
+                f"{self._plan.deaths} workers died of the same signal within 100 steps (the last one, {process.name}, "
+                f"{report.how}): that is no accident, and would go on. Look into their logs, and at the memory of the "
+                "machine.",
+                seat=report.seat,
+                step=report.step,
             )
         elif not process.was_ready:
             self._count_in_vain(process, report.how)
@@ -339,6 +367,8 @@ class Casting(ABC):
             text = f"{process.name} {why}{detail}: silent for {silent:.1f} s"
             if report.verdict == GONE:
                 self._mark_lost(process, now)
+            elif not self._plan.replaces:
+                self._say_it_waits(process, text, now)
             else:
                 self._order(Say(f"{text}. It is killed, and the others go on"))
                 if report.verdict == CUT:
@@ -354,3 +384,9 @@ class Casting(ABC):
                     f"{f' ({report.text})' if report.text else ''}: it is slow, and the others wait for it"
                 )
             )
+
+    def _say_it_waits(self, process: Process, text: str, now: float) -> None:
+        process.look_after = now + process.suspicion.bound()
+        if not process.silence_said:
+            process.silence_said = True
+            self._order(Say(f"{text}. The run waits for it: with replace=False no other process takes its place"))

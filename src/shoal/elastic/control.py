@@ -100,8 +100,8 @@ class Control:
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
-    def enter(self, version: str, signature: bytes) -> None:
-        """Present this process to the coordinator.
+    def enter(self, version: str, signature: bytes) -> bool:
+        """Present this process to the coordinator; whether the run is under way already.
 
         Raises `ConfigError` with the coordinator's reason if it refuses, or if none answers; `Left` and `Finished`.
         """
@@ -120,6 +120,11 @@ class Control:
             answer = self._answer
         if isinstance(answer, Refused):
             raise ConfigError(answer.why)
+        return answer.begun
+
+    def sign(self, version: str, signature: bytes) -> None:
+        """This is what the process has made since it came in: one that made something else is told to leave."""
+        self._dispatch.begin(Hello(version, signature, self._dispatch.pid))
 
     def await_term(self, position: int, holds: bool, on_hold: Callable[[Hold], None] | None = None) -> Term:
         """Leave the term, and wait for the next one. `on_hold` is called, on this thread, with each new `Hold`.

@@ -62,7 +62,8 @@ class Hello(_Message, frozen=True, tag=True):
 
     version: Annotated[str, Meta(max_length=64)]
     signature: Annotated[bytes, Meta(max_length=64)]
-    """Of the model, the optimizer and the course through the data: equal on all workers of a run."""
+    """Of the model, the optimizer and the course through the data: equal on all workers of a run; empty as long as a
+    process has not made these."""
     pid: Number
 
 
@@ -160,6 +161,9 @@ class Letter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 class Welcome(_Message, frozen=True, tag=True):
     """The process takes part from now on."""
+
+    begun: bool = False
+    """Whether a term was declared before: then it comes into a run that is under way."""
 
 
 class Refused(_Message, frozen=True, tag=True):
@@ -267,10 +271,14 @@ class Changed(_Message, frozen=True, tag=True):
 
 
 class Fail(_Message, frozen=True, tag=True):
-    """The run cannot go on. `everything`: because nobody is left who has its state, so that a restart may help."""
+    """The run cannot go on. `everything`: because nobody is left who has its state, so that a restart may help.
+
+    `seat`: because the process in that seat has ended, and is not replaced: where it ended says why not.
+    """
 
     text: Text
     everything: bool = False
+    seat: Seat | None = None
     positions: tuple[int, int] | None = None
     step: int | None = None
 
@@ -298,6 +306,10 @@ class Ended(_Message, frozen=True, tag=True):
     step: Number = 0
     positions: tuple[int, int] | None = None
     """The first and last position that it computed, where it was computing."""
+    signal: Annotated[int, Meta(ge=0, le=128)] | None = None
+    """That ended it."""
+    elsewhere: bool = False
+    """What it did cannot be done again by others, nor by another one in its place."""
 
 
 class Looked(_Message, frozen=True, tag=True):

@@ -305,7 +305,7 @@ class Regrouping(Casting):
             once = waiter.beat.step, waiter.name
             if once not in self._waits_said:
                 self._waits_said = {said for said in self._waits_said if said[0] >= once[0]} | {once}
-                self._order(Say(waiting_text(waiter, busy, now)))
+                self._order(Say(waiting_text(waiter, busy, now, replaces=self._plan.replaces)))
 
     def _break_stall(self, members: list[Process], step: int, now: float) -> None:
         self._stalls = self._stalls + 1 if step <= self._stall_step else 1
@@ -322,9 +322,15 @@ class Regrouping(Casting):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _fail(
-        self, text: str, *, everything: bool = False, step: int | None = None, at: tuple[int, int] | None = None
+        self,
+        text: str,
+        *,
+        everything: bool = False,
+        seat: int | None = None,
+        step: int | None = None,
+        at: tuple[int, int] | None = None,
     ) -> None:
         if self._mode is not Mode.OVER:
             self._mode = Mode.OVER
             self._kept.failed = True
-            self._order(Fail(text, everything=everything, positions=at, step=step))
+            self._order(Fail(text, everything=everything, seat=seat, positions=at, step=step))

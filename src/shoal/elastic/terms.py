@@ -14,6 +14,7 @@ from shoal.elastic.suspicion import Suspicion
 _MOST_LIVES = 16
 """Ended lives remembered of one seat: whose letters may still be on their way."""
 _MOST_DEATHS = 64
+_WITHIN_STEPS = 100
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -26,6 +27,10 @@ class Plan(msgspec.Struct, frozen=True):
     run: str
     before: int = 0
     """No term has this number or a lower one: those were of a membership that was lost as a whole."""
+    replaces: bool = True
+    """Whether a process that is lost is replaced; else its loss ends the run."""
+    deaths: int = 10
+    """By one signal, within 100 steps, are no accidents any longer, and end the run; 0 if any number is meant."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,13 @@ class Death(msgspec.Struct, frozen=True, array_like=True):
     step: int
     first: int
     last: int
+
+
+class Killed(msgspec.Struct, frozen=True, array_like=True):
+    """A process was ended by this signal, when the run was at this step."""
+
+    signal: int
+    step: int
 
 
 class Occupied(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +95,8 @@ class Kept(msgspec.Struct):
     complete: bool = False
     failed: bool = False
     deaths: list[Death] = []
+    killed: list[Killed] = []
+    """By signals that nobody here has sent, the last ones."""
     ended: dict[int, list[int]] = {}
     """Lives that are over, by seat."""
     seats: list[Occupied] = []
@@ -203,3 +217,13 @@ def second_death(deaths: list[Death], ended: Ended) -> Death | None:
     deaths.append(death)
     del deaths[:-_MOST_DEATHS]
     return common
+
+
+def too_many(killed: list[Killed], ended: Ended, most: int) -> bool:
+    """Note a death by a signal; whether it is the last of so many by that signal within a hundred steps."""
+    if ended.signal is None or not most:
+        return False
+    killed.append(Killed(ended.signal, ended.step))
+    del killed[:-_MOST_DEATHS]
+    same = [death for death in killed if death.signal == ended.signal and death.step > ended.step - _WITHIN_STEPS]
+    return len(same) >= most

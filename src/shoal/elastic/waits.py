@@ -82,7 +82,7 @@ def call_in_words(sight: Sight) -> str | None:
     return None if words is None else words.format(step=sight.step, next=sight.step + 1)
 
 
-def waiting_text(waiter: Process, busy: Sequence[Process], now: float) -> str:
+def waiting_text(waiter: Process, busy: Sequence[Process], now: float, *, replaces: bool = True) -> str:
     """Who waits for whom, since when, where, and what happens next."""
     beat = waiter.beat
     assert beat is not None
@@ -91,8 +91,8 @@ def waiting_text(waiter: Process, busy: Sequence[Process], now: float) -> str:
     lines = [
         f"{waiter.name} has waited {beat.seconds:.1f} s for {whom} in step {beat.step + 1} "
         f"(this run usually waits less than {beat.patience:.1f} s): {places}. "
-        "Nobody is stopped for being slow: the step goes on once they are there, "
-        "and without them if their process ends or stands still."
+        "Nobody is stopped for being slow: the step goes on once they are there"
+        + (", and without them if their process ends or stands still." if replaces else ".")
     ]
     if beat.stack:
         lines.append(f"{waiter.name} waits here:\n{beat.stack.rstrip()}")

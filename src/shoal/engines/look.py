@@ -24,6 +24,7 @@ _STALE_SECONDS = 10.0
 _IDLE_TICKS_PER_SECOND = 0.1 * os.sysconf("SC_CLK_TCK")
 _IDLE_TICKS = 2
 _MARK_SECONDS = 1.0
+_JUST_NOW_SECONDS = 1.0
 _ENDED = "ZXx"
 _HALTED = "Tt"
 _UNINTERRUPTIBLE = "D"
@@ -122,3 +123,35 @@ class Look:
         if idle < _NO_TICK_SECONDS:
             return SLOW, "it computes, and does not let its other threads have a turn"
         return SLOW, "some call in it sleeps and holds the interpreter's lock"
+
+
+class OutOfMemory:
+    """Whether the kernel has just ended a process because memory ran out, of the machine or of a cgroup."""
+
+    def __init__(self) -> None:
+        self._count = _oom_kills()
+        self._at = float("-inf")
+
+    def look(self, now: float) -> None:
+        """To be called often."""
+        count = _oom_kills()
+        if count > self._count:
+            self._count, self._at = count, now
+
+    def just_now(self, now: float) -> bool:
+        self.look(now)
+        return now - self._at < _JUST_NOW_SECONDS
+
+
+def _oom_kills() -> int:
+    """As often as the kernel tells; 0 where it does not."""
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.strip().isdigit():
+                return int(count)
+    return 0

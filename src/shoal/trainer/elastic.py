@@ -1,4 +1,4 @@
-"""Runs whose workers may die, stop, leave and join: what they are started with, and how."""
+"""Workers that this process starts: with what, and how."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def run_elastic(
         version=__version__,
         run=start.run_id,
         before=elasticity.before,
+        replaces=elasticity.replaces,
+        deaths=10 if elasticity.faults is None else 0,
     )
     keys = Keys.make()
     board = Board(2 * elasticity.most + 8)
@@ -76,7 +78,7 @@ def run_elastic(
             folder = control_folder(start.run_dir, crew.scratch)
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
-            return Supervisor(crew, board, elasticity, watch, signals, tail, stacks).watch()
+            return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
     finally:
         if elasticity.faults is not None:
             elasticity.faults.finish()

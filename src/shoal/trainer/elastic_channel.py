@@ -37,6 +37,7 @@ class ElasticChannel:
         self._lock = threading.Lock()
         self._speaks: bool | None = None  # None: nobody has said yet
         self._confirmed = 0
+        self._loop = 0
         self._kept: deque[AnyEvent] = deque(maxlen=_KEPT)
         self._pending: list[AnyEvent] = []  # to be sent once they are confirmed
         self._going: list[AnyEvent] = []  # with the next message
@@ -99,6 +100,14 @@ class ElasticChannel:
             self._unsaid = [notice for notice in self._unsaid if notice.step >= self._confirmed]
             self._release()
 
+    def begins_loop(self, number: int) -> None:
+        """Steps are counted from the beginning again: what was told of those before is sure."""
+        if number > self._loop:
+            self.complete()
+            with self._lock:
+                self._loop, self._confirmed = number, 0
+                self._kept.clear()
+
     def pending(self) -> list[AnyEvent]:
         """What has been emitted here and is not confirmed: one that copies this worker's state needs it too."""
         with self._lock:
@@ -117,6 +126,13 @@ class ElasticChannel:
         with self._lock:
             self._going += self._pending
             self._pending = []
+        self.flush()
+
+    def last_words(self) -> None:
+        """This worker fails, which ends the run: what it has done is told by itself, for others may not come to it."""
+        with self._lock:
+            self._going += self._kept
+            self._kept.clear()
         self.flush()
 
     def give(self, message: Returned | Failed | Departed, buffers: Sequence[Buffer] = ()) -> None:
@@ -164,7 +180,7 @@ class ElasticChannel:
             going, self._going = self._going, []
             self._flushed = time.monotonic()
             try:
-                self._link.send(encode(Happened(going, ask)))
+                self._link.send(encode(Happened(going, ask, self._loop)))
             except LinkClosed:
                 self._orphan()
 

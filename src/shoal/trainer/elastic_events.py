@@ -30,8 +30,16 @@ class Told:
     """Which events the watchers have had. A worker that begins to speak for all repeats what it knows."""
 
     def __init__(self) -> None:
+        self._loop = 0
         self._step = -1
         self._had: set[bytes] = set()
+
+    def begins_loop(self, number: int) -> bool:
+        """What comes next is of this loop; whether that is a new one."""
+        if number <= self._loop:
+            return False
+        self._loop, self._step, self._had = number, -1, set()
+        return True
 
     def is_new(self, event: AnyEvent) -> bool:
         """Whether this was not told before; from now on it was."""

@@ -1,4 +1,4 @@
-"""The supervisor of an elastic run: it starts and ends processes as the coordinator orders, and tells who watches."""
+"""The supervisor of a run: it starts and ends processes as the coordinator orders, and tells who watches."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop
 from shoal.data.parcel import unseal
 from shoal.elastic import messages as said
-from shoal.elastic.board import Board, Phase
+from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
-from shoal.engines.look import GONE, SLOW, Look, is_halted
+from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
 from shoal.trainer.channel import STOPPED, StopSignals
 from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.failure import as_error
-from shoal.trainer.logs import Tail
+from shoal.trainer.failure import as_error, ended_error, why_ended
+from shoal.trainer.logs import ERR, Tail, log_path
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
-from shoal.trainer.start import ROOT_CAUSE_SECONDS
+from shoal.trainer.start import ROOT_CAUSE_SECONDS, Start
+from shoal.trainer.stopping import signal_notice
 from shoal.trainer.stuck import Asking, Stuck
-from shoal.trainer.supervise import signal_notice
+from shoal.trainer.vain import Vain
 from shoal.trainer.watch import Watcher
 
 COORDINATOR_SEAT = said.MOST_SEATS
@@ -40,6 +42,8 @@ _LAST_WORDS_SECONDS = 0.3
 _MOST_TEXT = 2000
 _FAR = 1000
 _MOST_COORDINATORS, _WITHIN_SECONDS = 10, 10.0
+_RECENT_SECONDS = 10.0
+"""A worker that lost its group after another one's end lost it because of that."""
 
 
 class Supervisor:
@@ -54,8 +58,11 @@ class Supervisor:
         signals: StopSignals | None,
         tail: Tail,
         stacks: Asking,
+        kept: str = Start.kept,
     ) -> None:
+        """`kept`: see `Start`."""
         self._crew = crew
+        self._kept = kept
         self._board = board
         self._elasticity = elasticity
         self._watch = watch
@@ -66,6 +73,12 @@ class Supervisor:
         self._stuck = Stuck(board, stacks, lambda: sorted(self._living), lambda text: watch.urge(text))
         self._acts = _Acts(crew, self._living, self._rescale)
         self._values: dict[int, Any] = {}
+        self._complete = False
+        """Whether a worker has seen that all are done."""
+        self._last_end: tuple[Ended, float] | None = None
+        """Of a worker that nobody had told to end, and when that was."""
+        self._vain = Vain(board, stacks)
+        self._memory = OutOfMemory()
         self._departed: set[int] = set()  # told to leave; their process may still be there
         self._ends: dict[int, str | None] = {}  # how the last process of a seat ended, in words; None: as it was told
         self._kills: dict[int, str] = {}  # why the coordinator had the process of a seat killed
@@ -92,6 +105,9 @@ class Supervisor:
         except EverythingLost as lost:
             # more than the coordinator can have declared since the last one that stood
             lost.term = max(self._term, self._elasticity.before) + _FAR
+            lost.reached = self._step
+            if self._last_end is not None:
+                lost.worker, lost.why = self._last_end[0].worker, why_ended(self._last_end[0], self._tail.folder)
             raise
 
     def _watch_until_over(self) -> list[Any]:
@@ -108,8 +124,8 @@ class Supervisor:
         return [self._values[seat] for seat in sorted(self._values)]
 
     def _over(self) -> bool:
-        if not self._values:
-            return False
+        if not self._complete:
+            return bool(self._members) and set(self._members) <= self._values.keys() | self._departed
         late = self._living - self._departed - self._values.keys()
         # one that is still starting, or wants to join, has nothing to return
         return not late or (bool(self._members) and not late & set(self._members))
@@ -129,9 +145,12 @@ class Supervisor:
             self._pulse = now  # a callback has kept us from listening
         if now - self._ticked > _TICK_SECONDS:
             self._ticked = now
+            self._memory.look(now)
             self._tail.look()
             self._watch.tick()
             self._stuck.look(now)
+            if not self._complete and self._values:
+                self._vain.look(self._members, now)
 
     def _sample(self, now: float) -> None:
         """Look at the processes that the coordinator has asked about, and answer where there is an answer."""
@@ -164,7 +183,7 @@ class Supervisor:
         self._passed_on = wanted
         for seat in sorted(self._living):
             self._crew.send(seat, encode(StopAsked(wanted)))
-        if (text := signal_notice(wanted, self._stuck)) is not None:
+        if (text := signal_notice(wanted, self._stuck, self._kept)) is not None:
             self._tell(Notice(step=self._step, text=text))
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
@@ -220,9 +239,15 @@ class Supervisor:
             self._change(order)
         elif isinstance(order, said.Fail):
             self._hear_the_others()
+            end = None if self._last_end is None or self._last_end[0].worker != order.seat else self._last_end[0]
+            if end is not None and order.step is None:
+                raise self._lost_for_good(end)
             kind = EverythingLost if order.everything else WorkerError
             text = order.text + (self._last_ends() if order.everything else "")
-            raise kind(text, step=order.step, positions=order.positions)
+            error = kind(text, step=order.step, positions=order.positions)
+            if end is not None:
+                error.add_note("\n".join(["", *_indented(why_ended(end, self._tail.folder), end, self._tail.folder)]))
+            raise error
 
     def _start(self, seat: int) -> None:
         if seat in self._living:
@@ -281,14 +306,19 @@ class Supervisor:
         if isinstance(message, Returned):
             parcel, *buffers = arrival.buffers
             self._values[arrival.worker] = unseal(bytes(parcel), buffers)
+            self._complete = self._complete or message.complete
         elif isinstance(message, Departed):
             self._departed.add(arrival.worker)
+            if message.tell:
+                self._tell(Notice(step=self._step, text=message.why))
         elif isinstance(message, Failed):
             raise self._failure(arrival.worker, message)
         else:
             self._hear(arrival.worker, message)
 
     def _hear(self, worker: int, message: Happened) -> None:
+        if self._told.begins_loop(message.loop):
+            self._step = 0
         for event in message.events:
             if self._told.is_new(event):
                 self._step = max(self._step, event.step)
@@ -330,11 +360,15 @@ class Supervisor:
         sight = self._board.see(seat)
         mine = sight if sight.pid == end.pid and end.pid else None
         where = where_it_was(mine)
-        how, told = how_it_ended(end), f"{how_it_ended(end)}{where}"
+        by_memory = end.signal == signal.SIGKILL and self._memory.just_now(time.monotonic())
+        how = f"{how_it_ended(end)}{' (the out-of-memory killer)' if by_memory else ''}"
+        told = f"{how}{where}"
         if end.signal == signal.SIGKILL and seat in self._kills:
             how, told = self._why_killed(seat), self._why_killed(seat, where)
         self._ends[seat] = None if seat in self._departed else told
         computing = mine is not None and mine.phase is Phase.COMPUTE
+        if seat not in self._departed and seat not in self._kills:
+            self._last_end = end, time.monotonic()
         self._report(
             said.Ended(
                 seat,
@@ -342,8 +376,24 @@ class Supervisor:
                 computing=computing,
                 step=0 if mine is None else mine.step,
                 positions=mine.positions if mine is not None and computing else None,
+                signal=end.signal,
+                elsewhere=self._is_elsewhere(mine),
             )
         )
+
+    def _is_elsewhere(self, sight: Sight | None) -> bool:
+        """Whether one that ended there cannot be replaced: what it did is not done again, or others have done it."""
+        outside = sight is not None and sight.term > 0 and not sight.redoable
+        return not self._complete and (outside or bool(self._values))
+
+    def _lost_for_good(self, end: Ended) -> WorkerError:
+        error = ended_error(end, self._tail.folder)
+        if self._elasticity.replaces:
+            error.add_note(
+                "\n  It was not replaced: that is possible only inside a session.steps loop with one phase and one "
+                "optimizer,\n  which is tracked before it (docs/elastic.md)"
+            )
+        return error
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -351,10 +401,16 @@ class Supervisor:
         """The failure to show: if this worker only lost its peers, the one that left first."""
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         while failed.secondary and (left := deadline - time.monotonic()) > 0:
+            if self._last_end is not None and time.monotonic() - self._last_end[1] < _RECENT_SECONDS:
+                self._hear_the_others()
+                return self._lost_for_good(self._last_end[0])
             arrival = self._crew.next(left)
             if arrival is None:
                 break
-            if isinstance(arrival, Ended) or arrival.worker == COORDINATOR_SEAT:
+            if isinstance(arrival, Ended):
+                self._bury(arrival)
+                continue
+            if arrival.worker == COORDINATOR_SEAT:
                 continue
             message = decode_up(arrival.header)
             if isinstance(message, Happened):
@@ -403,6 +459,14 @@ class _Acts:
 
     def kill_supervisor(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _indented(why: str, end: Ended, logs: Path | None) -> list[str]:
+    """The reason, and where to look, of a worker that ended without a word."""
+    lines = [f"  worker {end.worker}: {why}"] if why else []
+    if logs is not None and log_path(logs, end.worker, ERR).exists():
+        lines.append(f"  log:  {log_path(logs, end.worker, ERR)}")
+    return lines
 
 
 def _seats(names: list[str]) -> list[int]:

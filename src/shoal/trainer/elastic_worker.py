@@ -1,4 +1,4 @@
-"""What the processes of an elastic run do: its workers, and its coordinator."""
+"""What the processes of a run do: its workers, and its coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.core.errors import ShoalError
+from shoal.comm.group import SoloGroup
+from shoal.core.errors import GroupError, ShoalError
 from shoal.data.parcel import seal
 from shoal.elastic.access import Access
 from shoal.elastic.board import Board
@@ -27,6 +28,7 @@ from shoal.trainer.failure import describe, whole_traceback
 from shoal.trainer.logs import begin_log, log_failure
 from shoal.trainer.messages import Departed, Failed, Returned
 from shoal.trainer.session import Session
+from shoal.trainer.standing import CannotJoin
 from shoal.trainer.start import LOOPBACK, Body, Start, deterministic_algorithms
 from shoal.wire.link import Link
 
@@ -86,7 +88,7 @@ class _Worker:
         try:
             self._train()
         except (Left, Finished) as leaving:
-            self._depart(str(leaving))
+            self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
             return
         except BaseException as error:
             failed = describe(error, self._session)
@@ -96,7 +98,7 @@ class _Worker:
         if failed is not None:
             flush_output()
             self._close_session()
-            self._channel.flush()
+            self._channel.last_words()
             self._channel.give(failed)
         self._on_board.done()
         # Peers may still be in their last operation; the supervisor ends this process when all are done.
@@ -110,31 +112,39 @@ class _Worker:
         if task.place is not None:
             enter(task.place)
         self._control = Control(self._access, self._seat, self._on_board, self._link.fileno())
-        session = start.elastic_session(
+        elasticity = task.elasticity
+        standing = start.standing(
             self._control,
             self._channel,
             self._on_board,
             self._seat,
             host=_address(task.place),
-            workers=task.elasticity.workers,
-            faults=task.elasticity.faults,
+            faults=elasticity.faults,
         )
-        self._session = session
+        session = self._session = start.session(
+            SoloGroup(), self._channel, torch.device("cpu"), workers=elasticity.workers, standing=standing
+        )
         with deterministic_algorithms(start.deterministic), flushing(self._channel):
+            standing.begin(session)
+            if standing.joining:
+                # what it is told of the run until it takes part in it
+                session.rank, session.workers = self._seat, elasticity.workers
             value = task.body(session)
             session.finish_saving()
+        if standing.broken and not standing.finished:
+            raise GroupError("the members of the run have changed, after this worker's loop had ended")
         self._channel.complete()
         flush_output()
         parcel, buffers = seal(value)
-        self._channel.give(Returned(), [parcel, *buffers])
+        self._channel.give(Returned(standing.finished), [parcel, *buffers])
 
-    def _depart(self, why: str) -> None:
+    def _depart(self, why: str, *, told: bool) -> None:
         if self._session is not None:
             self._channel.emit(self._session.seen())
         self._close_session()
         self._channel.flush()
         flush_output()
-        self._channel.give(Departed(why))
+        self._channel.give(Departed(why, tell=told))
         self._let_go()
 
     def _close_session(self) -> None:

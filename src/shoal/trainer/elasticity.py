@@ -14,6 +14,15 @@ class EverythingLost(WorkerError):
 
     term = 0
     """All terms that there were have lower numbers."""
+    reached: int | None = None
+    """How far people were told that it had come."""
+    why = ""
+    """What is most often the reason for the last of the deaths, and what to do."""
+
+    def for_good(self) -> WorkerError:
+        """What leaves the run if it does not begin again."""
+        text = f"{self}{'; ' if self.why else ''}{self.why}"
+        return WorkerError(text, worker=self.worker, step=self.step, positions=self.positions)
 
 
 class Acts(Protocol):
@@ -50,7 +59,9 @@ class Elasticity:
     least: int
     most: int
     restarts: int = 0
-    """How often a run that has lost everything begins again at its last checkpoint; for whoever calls `run_elastic`."""
+    """How often a run that has lost everything begins again at its last checkpoint; for whoever calls `run`."""
     faults: Faults | None = None
     before: int = 0
     """Terms of this run that are over have at most this number."""
+    replaces: bool = True
+    """Whether a worker that is lost is replaced; else its loss ends the run."""

@@ -103,6 +103,11 @@ class Part:
         # positions are the indices of samples: neither the size of batches nor the number of workers has a say
         return (Positions(range(part.start, part.stop), self._key, part.start),)
 
+    @property
+    def start(self) -> int:
+        """The index of the first sample, of those gone through last."""
+        return self._parts[0].start if self._parts else self._size
+
     def close(self) -> None:
         self._loader.close()
 
@@ -178,13 +183,27 @@ def _pair(returned: Any) -> tuple[Any, Any]:
     )
 
 
-def predict_part(session: Session, part: Part, model: nn.Module, predict: PredictFn) -> Any:
-    """This worker's predictions, in order, joined into one; an empty list if it has no samples."""
+def done_by_all(session: Session, what: str, compute: Callable[[], Made]) -> Made:
+    """What `compute` returns, once all members are done with it. If they change before, all of them compute again."""
+    session.standing.whole = True
+    session.standing.take_part(session, lambda: what)
+    made: dict[int, Made] = {}
+
+    def last() -> None:
+        if session.standing.term not in made:
+            made[session.standing.term] = compute()
+
+    session.farewell(last)
+    return made[session.standing.term]
+
+
+def predict_part(session: Session, part: Part, model: nn.Module, predict: PredictFn) -> dict[str, Any]:
+    """This worker's predictions: those of samples from `start` on, in order, joined into one; none if it has none."""
     outputs = []
     with evaluating(model):
         for _, returned in part.each(lambda batch: predict(model, batch)):
             outputs.append(returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned)
-    return [join(outputs)] if outputs else []
+    return {"start": part.start, "outputs": [join(outputs)] if outputs else []}
 
 
 def join(outputs: list[Any]) -> Any:

@@ -224,19 +224,26 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" if line else "" for line in text.splitlines())
 
 
+def why_ended(end: Ended, logs: Path | None) -> str:
+    """What is most often the reason, and what to do; empty if nothing is known of it."""
+    if end.signal is None:
+        return "look for os._exit in the code it runs"
+    if end.signal == signal.SIGKILL:
+        return "most often the machine ran out of memory: set micro_batch=, or use fewer workers"
+    if end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+        where = "the stack of that moment is in its log" if logs else "run with PYTHONFAULTHANDLER=1 to see where"
+        return f"a native library crashed in it: {where}"
+    return ""
+
+
 def ended_error(end: Ended, logs: Path | None) -> WorkerError:
     """A worker that ended without a word."""
-    why = ""
     if end.signal is None:
-        how = f"left with exit code {end.code} in the middle of the run; look for os._exit in the code it runs"
+        how = f"left with exit code {end.code} in the middle of the run"
     else:
         how = f"was killed by {signal.Signals(end.signal).name}"
-        if end.signal == signal.SIGKILL:
-            why = "; most often the machine ran out of memory: set micro_batch=, or use fewer workers"
-        elif end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
-            where = "the stack of that moment is in its log" if logs else "run with PYTHONFAULTHANDLER=1 to see where"
-            why = f"; a native library crashed in it: {where}"
-    error = WorkerError(f"{name_of(end.worker)} {how}{why}", worker=end.worker)
+    why = why_ended(end, logs)
+    error = WorkerError(f"{name_of(end.worker)} {how}{'; ' if why else ''}{why}", worker=end.worker)
     if logs is not None and log_path(logs, end.worker, ERR).exists():
         error.add_note(f"\n  log:  {log_path(logs, end.worker, ERR)}")
     return error

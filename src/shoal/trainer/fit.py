@@ -112,6 +112,8 @@ class Record:
 
 def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str, Any], Average | None]:
     """Train `model` on this worker. Returns figures for the result, and the average of weights if one was asked for."""
+    session.standing.whole = True  # nothing but the loop asks other workers
+    session.standing.redo(False)
     model.to(session.device)
     for text in first_words(model, recipe, workers=session.workers, deterministic=session.deterministic):
         session.channel.emit(Notice(step=0, text=text))
@@ -156,7 +158,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
         ):
             if evaluation.missed():
                 evaluation.run()
-                if session.standing is not None and session.stopping is not None:
+                if session.standing.redoes and session.stopping is not None:
                     break  # those who evaluated at the end of the step before have left the loop there
             for batch in step:
                 step.compute(recipe.loss, model, batch)
@@ -325,8 +327,7 @@ class _Evaluation:
         session = self._session
         session.evaluating = True
         session.enter(Phase.EVALUATE)
-        if session.standing is not None:
-            session.standing.fault("evaluate", session.step - 1)
+        session.standing.fault("evaluate", session.step - 1)
         return evaluate_average(evaluator, self._model, self._average)
 
     def _forget_lost_bests(self) -> None:

@@ -19,6 +19,7 @@ from shoal.core.settings import Setting
 from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
+from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.run import run
 from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, newest_checkpoint
 from shoal.trainer.saying import say
@@ -42,6 +43,7 @@ def launch(
     resume: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
+    replace: bool = True,
     engine: str | spec.Local = "local",
     callbacks: Sequence[Callback] = (),
 ) -> list[Any]:
@@ -49,6 +51,8 @@ def launch(
 
     What `fn` returns must be made of tensors, arrays, numbers, strings, lists and dicts. With `run_dir`, what the
     session tracks is checkpointed there, and `resume="last"` goes on from it; without, there are no checkpoints.
+    A worker that dies inside a `session.steps` loop with one optimizer, tracked before, and one phase is replaced while
+    the others go on (docs/elastic.md); elsewhere, and with replace=False, its death ends the run.
     SIGTERM and Ctrl-C end the session's loop after the step in progress; `fn` then goes on after its loop, and this
     call raises `shoal.Preempted` or `shoal.Interrupted` once it has returned.
     """
@@ -90,7 +94,8 @@ def launch(
             )
             with watch.running(place.identity(count, config)):
                 doubts = [] if is_spmd(engine_spec) else stale_in_loop(callbacks, fn)
-                values = _run(fn, start, count, engine_spec, watch, signals, doubts)
+                elasticity = Elasticity(count, 1, count, replaces=check_flag("replace", replace))
+                values = _run(fn, start, elasticity, engine_spec, watch, signals, doubts)
     except ShoalError as error:
         raise error.with_traceback(None) from None
     except KeyboardInterrupt as error:
@@ -108,7 +113,7 @@ def launch(
 def _run(
     fn: Callable[[Session], Any],
     start: Start,
-    workers: int,
+    elasticity: Elasticity,
     engine: spec.Local,
     watch: Watch,
     signals: StopSignals,
@@ -119,9 +124,10 @@ def _run(
             say(session, text)
         return {"value": fn(session), "stopping": session.stopping, "seen": msgspec.to_builtins(session.seen())}
 
+    workers = elasticity.workers
     watch.prepare(f"starting {workers} workers" if workers > 1 else "starting 1 worker")
     import_for_training()
-    values = run(body, start, workers=workers, engine=engine, watch=watch, signals=signals)
+    values = run(body, start, workers=workers, engine=engine, watch=watch, signals=signals, elasticity=elasticity)
     if watch.began:
         for value in values:
             watch.saw(msgspec.convert(value["seen"], WorkerSeen))

@@ -27,6 +27,7 @@ from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
 from shoal.trainer.fit import Recipe
+from shoal.trainer.fixed import Fixed
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start
 from shoal.trainer.step import Loop, Step, room
@@ -75,7 +76,7 @@ class LeasedSession(Session):
             spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
             run_id=start.run_id,
             run_dir=None if start.run_dir is None else str(start.run_dir),
-            place=place,
+            standing=Fixed(seat, place),
         )
         self.seat = seat
         self.course = setup.course

@@ -12,6 +12,8 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
 
     events: list[AnyEvent]
     ask: bool = False
+    loop: int = 0
+    """Of the function's loops, each of which counts its steps from the beginning."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -36,11 +38,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Returned(msgspec.Struct, frozen=True, tag=True):
     """A worker is done. Its value is a parcel: the frame's first buffer is its header, the others are its buffers."""
 
+    complete: bool = False
+    """Whether it has seen that all others are done as well, so that the death of one is of no account."""
+
 
 class Departed(msgspec.Struct, frozen=True, tag=True):
-    """A worker of an elastic run was told to leave, and ends: it has no value to return."""
+    """A worker was told to leave, or cannot take part, and ends: it has no value to return."""
 
     why: str = ""
+    tell: bool = False
+    """Whether people should know why."""
 
 
 class StopAsked(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,6 @@ from shoal.trainer.channel import StopSignals
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.spmd import run_here
 from shoal.trainer.start import Body, Start, is_spmd
-from shoal.trainer.supervise import run_forked
 from shoal.trainer.watch import Watcher
 
 
@@ -25,7 +24,9 @@ def run(
     signals: StopSignals | None = None,
     elasticity: Elasticity | None = None,
 ) -> list[Any]:
-    """`body(session)` on every worker; what each returned, in order of rank. With `elasticity`, members may change.
+    """`body(session)` on every worker; what each returned, in order of its number.
+
+    `elasticity` says how members may change where this process starts them; by default one that is lost is replaced.
 
     What `signals` ask for reaches the loop of the session; without them a signal does what it does anywhere.
     """
@@ -37,9 +38,7 @@ def run(
             )
         return run_here(body, start, workers, watch, signals)
     hosts = read_lab(engine.lab) if engine.lab else ()
-    if elasticity is not None:
-        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.elastic import run_elastic
+    # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+    from shoal.trainer.elastic import run_elastic
 
-        return run_elastic(body, start, elasticity, watch, signals, hosts)
-    return run_forked(body, start, workers, watch, signals, hosts)
+    return run_elastic(body, start, elasticity or Elasticity(workers, 1, workers), watch, signals, hosts)

@@ -39,8 +39,8 @@ from shoal.trainer.served_setup import make_setup
 from shoal.trainer.served_staff import Staff, Started
 from shoal.trainer.served_worker import ServedTask, be_served_worker
 from shoal.trainer.start import LOOPBACK, Start
+from shoal.trainer.stopping import signal_notice
 from shoal.trainer.stuck import Stuck
-from shoal.trainer.supervise import signal_notice
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link
 
@@ -55,7 +55,7 @@ class Served:
     recipe: Recipe
     sync: Server
     workers: int
-    elasticity: Elasticity | None
+    elasticity: Elasticity
 
 
 def run_served(
@@ -68,7 +68,7 @@ def run_served(
     places = Places(hosts, served.workers)
     setup = make_setup(served, start, places.addresses())
     board = Board(min(memory.seats for memory in setup.memory.values()))
-    faults: Any = None if served.elasticity is None else served.elasticity.faults
+    faults: Any = served.elasticity.faults
     task = ServedTask(served.model, served.recipe, start, faults=faults, workers=served.workers)
 
     def main(seat: int, link: Link, scratch: Any) -> None:

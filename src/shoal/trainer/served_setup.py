@@ -65,7 +65,7 @@ def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:
     pieces = cut(dense, whole=whole) if dense or not found else empty_cut()
     pieces, all_tables = make_tables(pieces, found)
     elasticity = served.elasticity
-    seats = 2 * (served.workers if elasticity is None else elasticity.most) + 8
+    seats = 2 * elasticity.most + 8
     steps = _ASYNC_STEPS if sync.bound is None else min(sync.bound + 2, _MOST_STEPS)
     version = 0 if loaded is None else int(loaded.trees["session"]["step"])
     return Setup(
@@ -87,7 +87,7 @@ def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:
         },
         journals=_journals(sync, start),
         seed=start.seed,
-        extra={} if elasticity is None or elasticity.faults is None else {"faults": elasticity.faults.for_servers()},
+        extra={} if elasticity.faults is None else {"faults": elasticity.faults.for_servers()},
         tables=all_tables,
     )
 

@@ -265,7 +265,7 @@ class Staff:
             self._clerk.ended(seat, "has left, as it was told to", now)
             self._tell_change(joined=[], lost=[seat], why=None)
             return
-        if self._elasticity is None:
+        if not self._elasticity.replaces:
             raise ended_error(end, self._logs)
         if not halted:
             self._count_death(seat, how)
@@ -311,7 +311,7 @@ class Staff:
         """
         self._looked = now
         for seat, pid in self._crew.pids().items():
-            if seat < FIRST_SERVER and self._elasticity is None:
+            if seat < FIRST_SERVER and not self._elasticity.replaces:
                 continue
             patience = _HALTED_SECONDS if seat >= FIRST_SERVER else _HALTED_WORKER_SECONDS
             if not is_halted(pid):
@@ -349,8 +349,6 @@ class Staff:
 
     def _bounds(self, workers: int) -> str | None:
         elasticity = self._elasticity
-        if elasticity is None:
-            return "this run may have exactly its workers (min_workers= and max_workers= let that change)"
         if not _is_count(workers) or not elasticity.least <= workers <= elasticity.most:
             return f"this run may have {elasticity.least} to {elasticity.most} workers (min_workers=, max_workers=)"
         return None

@@ -42,6 +42,7 @@ from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
 from shoal.trainer.channel import STOPPED, Channel
 from shoal.trainer.configure import spelt
+from shoal.trainer.fixed import Fixed
 from shoal.trainer.idle import idle_words
 from shoal.trainer.inspection import Inspection
 from shoal.trainer.keyed import Keyed
@@ -84,15 +85,11 @@ class Session:
         starts_equal: bool = True,
         run_id: str = "",
         run_dir: str | None = None,
-        standing: Standing | None = None,
-        place: Place | None = None,
+        standing: Standing | Fixed | None = None,
         codec: AnyCodec | None = None,
         strict: bool = False,
     ) -> None:
-        """With `standing`, members may change, and `group` is that of the worker alone until the loop begins.
-
-        On `place`, this worker's place on a board, it writes where it is.
-        """
+        """Without `standing`, members do not change."""
         self.rank = group.rank
         self.workers = group.size
         self.device = device
@@ -118,8 +115,8 @@ class Session:
         """Whether this step is to be checkpointed, for which all workers give their parts."""
         self.exchanged_in = 0
         """The term in which the last step was exchanged."""
-        self.standing = standing
-        self._place = standing.place if standing is not None else place
+        self.standing: Standing | Fixed = Fixed(group.rank) if standing is None else standing
+        self._place: Place | None = self.standing.place
         self.activity = Activity() if self._place is None else self._place.activity
         """Which of the user's functions this worker is in."""
         self.times = Times()
@@ -223,11 +220,7 @@ class Session:
             return
         self.compare_data(data, "data", batch_size=batch_size, steps=total)
         self._origin = start
-        if self.standing is not None:
-            start = self._take_part(self.standing, total)
-        else:
-            self.share_private([self.private.holding] * self.workers)
-            self.private.stands()
+        start = self._take_part(total)
         self._tell_start(course, total)
         if self._saving.mine and not self._replica.tracked:
             text = (
@@ -255,18 +248,19 @@ class Session:
                 self.parts_wanted = False
                 yield step
                 step.commit()
-                if number == self._origin and self.workers > 1 and self.standing is None:
+                if number == self._origin and self.workers > 1 and not self.standing.redoes:
                     refuse_parted(self._compared(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
                     return
-                if self.standing is not None and self.standing.due and number + 1 < total:
+                if self.standing.due and number + 1 < total:
                     self._pool()
                     if self.standing.due:
                         self.standing.regroup(self)
             self._at = None
         finally:
+            self.standing.redo(False)
             drawing.__exit__(None, None, None)
             self._running = None
             loop.close()
@@ -289,8 +283,9 @@ class Session:
             self._group.sum(total, STATE).wait()
         return total
 
-    def _ask_others(self) -> None:
+    def _ask_others(self, purpose: str) -> None:
         """All workers are about to do the same: a forward in which that happens is not computed again by one alone."""
+        self.standing.refuse_alone(purpose)
         self.asked_others = True
         rehearsal = playing()
         if rehearsal is not None:
@@ -300,7 +295,7 @@ class Session:
 
     def gather_for(self, purpose: str, tree: Any) -> list[Any]:
         """`gather`, for what `purpose` says: workers that are in different ones are told both."""
-        self._ask_others()
+        self._ask_others(purpose)
         mine = to_bytes(tree)
         with self.waiting(Phase.EVALUATE if self.evaluating else Phase.APPLY):
             self.asking = purpose
@@ -310,7 +305,7 @@ class Session:
 
     def compare_data(self, data: Any, name: str, **facts: int) -> None:
         """Where each worker has made its data itself, all must have made the same; see `SameData.refuse_other`."""
-        if not self._starts_equal:
+        if not self._starts_equal and not self.standing.joining:
             self._same_data.refuse_other(data, name, **facts)
 
     @property
@@ -421,13 +416,10 @@ class Session:
 
     def guard(self, work: Callable[[], Any]) -> Any:
         """What `work`, an operation of all workers, returns; None if members changed meanwhile, which ends it."""
-        return work() if self.standing is None else self.standing.guard(self, work)
+        return self.standing.guard(self, work)
 
     def farewell(self, last: Callable[[], None]) -> None:
         """Do what is left to do at the end of the run, worker 0's part of which others may have to take over."""
-        if self.standing is None:
-            last()
-            return
         self.standing.farewell(self, last)
 
     def save_best_overdue(self) -> None:
@@ -442,8 +434,7 @@ class Session:
 
     def confirm(self, step: int | None) -> None:
         """All members have applied this step (None: all there are), so that it may be told."""
-        if self.standing is not None:
-            self.standing.confirm(step)
+        self.standing.confirm(step)
 
     def compare_replicas(self, number: int) -> None:
         """Once, in the second step: whether the first one has left all workers with the same parameters.
@@ -468,7 +459,7 @@ class Session:
         self._group = SoloGroup()
 
     def take_group(self, group: Group) -> None:
-        first = self.standing is not None and self.standing.term == 0
+        first = self.standing.term == 0
         self._group = group
         self.rank, self.workers = group.rank, group.size
         self._saving.take_on(self.rank == 0, overdue=not first)
@@ -530,18 +521,24 @@ class Session:
             self.finish_saving()
         self._saving.take_on(before)
 
-    def _take_part(self, standing: Standing, total: int) -> int:
-        """Come into the first term; the step to begin with."""
-        assert self.course is not None
-        if len(self._trained) != 1:
-            raise ConfigError(
-                f"min_workers, max_workers: {len(self._trained)} optimizers are tracked; members can change only "
-                "where there is one"
-            )
+    def _take_part(self, total: int) -> int:
+        """Come to where the others are; the step to begin with.
+
+        Steps can be done again where one optimizer is applied once in each: then the state of the run is that before
+        the step, or that after it.
+        """
         self.inspection.begin()
-        course = self.seed, self.deterministic, self.course, total, self._least
-        standing.begin(self, repr((course, self._replica.signature())))
+
+        def signature() -> str:
+            course = self.seed, self.deterministic, self.course, total, self._least
+            return repr((self._loop, course, self._replica.signature()))
+
+        self.standing.take_part(self, signature if len(self._trained) == 1 else None)
         return self.step
+
+    def cannot_redo(self) -> None:
+        """It turns out that steps of this loop have several phases, or several optimizers."""
+        self.standing.redo(False)
 
     # -- for a step ----------------------------------------------------------------------------------------------------
 
@@ -557,6 +554,7 @@ class Session:
 
     def adopt(self, optimizer: torch.optim.Optimizer, atoms: int) -> Trained:
         """An optimizer at its first `Step.apply`: its gradients are there already and must not be cleared."""
+        self.cannot_redo()
         trained = self._train(optimizer)
         grads = [param.grad for _, param in trained.params]
         trained.exchange.open(atoms, *self._vectors(trained))
@@ -661,7 +659,7 @@ class Session:
     def alone(self) -> bool:
         """Whether a step is one forward over its whole batch."""
         whole = self._running is None or self._running.whole
-        return self.workers == 1 and self.standing is None and whole
+        return self.workers == 1 and self.most_workers <= 1 and whole
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -687,9 +685,8 @@ class Session:
             knowledge=knowledge,
             former=former,
         )
-        if self.standing is not None:
-            standing = self.standing
-            trained.exchange.on_bucket = lambda: standing.fault("bucket", self.step)
+        if self.standing.faults is not None:
+            trained.exchange.on_bucket = lambda: self.standing.fault("bucket", self.step)
         self._trained[id(optimizer)] = trained
         self._untrained = None
         return trained
@@ -707,6 +704,7 @@ class Session:
     def _enter_loop(self, course: Course) -> int | None:
         """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
         self._loop += 1
+        self.standing.begins_loop(self._loop)
         self.step = 0
         self._epoch = [0.0, 0.0]
         saved = self._resumed
@@ -753,7 +751,7 @@ class Session:
     @property
     def number(self) -> int:
         """This worker's number for people: it stays when members change, and its rank does not."""
-        return self.rank if self.standing is None else self.standing.seat
+        return self.standing.seat
 
     def seen(self) -> WorkerSeen:
         """What this worker has done so far."""
@@ -795,7 +793,7 @@ class Session:
         After a change of members some have been through what led here, and some have its result from another one. So
         it is done only in the term in which the step was exchanged: there all do the same.
         """
-        if not self._encodings() or (self.standing is not None and self.exchanged_in != self.standing.term):
+        if not self._encodings() or (self.standing.redoes and self.exchanged_in != self.standing.term):
             return None
         return self.guard(lambda: self.private.pool(self._group, self._encodings()))  # type: ignore[no-any-return]
 
@@ -852,5 +850,4 @@ class Session:
             if not best and kept != self._best_step:
                 self._lost_best = kept
         self._saving.begin(self.step, trees, volatile=volatile, best=best)
-        if self.standing is not None:
-            self.standing.fault("checkpoint", self.step - 1)
+        self.standing.fault("checkpoint", self.step - 1)

@@ -62,7 +62,7 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
         host = LOOPBACK if world.address in ("localhost", LOOPBACK, "::1") else None
         group = start.group(store, world.rank, world.size, device, host=host, channel=channel)
         try:
-            session = start.session(group, channel, device)
+            session = start.session(group, channel, device, workers=world.size)
             _refuse_other_checkpoints(session, start.loaded)
             with deterministic_algorithms(start.deterministic), closing(session):
                 try:

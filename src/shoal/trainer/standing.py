@@ -1,9 +1,10 @@
-"""A worker's part in an elastic run: it leaves groups that break, and comes back in the next term.
+"""A worker's part in a run's membership: it leaves groups that break, and comes back in the next term.
 
-Wherever a worker waits for others, a `GroupError` may come out: somebody died, or members change. The worker then calls
-`Standing.regroup`, which returns when it is in a group again, with the state that counts: its own, or that of a member
-that is ahead. What the worker does next follows from that state alone (`Session.position`), so that all members go on
-at the same place, wherever each of them was when the group broke.
+Wherever a worker waits for others, a `GroupError` may come out: somebody died, or members change. Where what it does
+can be done again, the worker then calls `Standing.regroup`, which returns when it is in a group again, with the state
+that counts: its own, or that of a member that is ahead. What the worker does next follows from that state alone
+(`Session.position`), so that all members go on at the same place, wherever each of them was when the group broke.
+Elsewhere the error ends the run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shoal.comm.group import Group
+from shoal.comm.strings import SAME_ORDER
 from shoal.comm.topology import HostsApart
 from shoal.core.errors import ConfigError, GroupError
 from shoal.core.events import AnyEvent
@@ -24,6 +26,7 @@ from shoal.elastic.control import Control, Finished, Left
 from shoal.elastic.copying import copy_state
 from shoal.elastic.messages import Hold, Term, name_of, seat_of
 from shoal.trainer.elastic_channel import ElasticChannel
+from shoal.trainer.fixed import share_equally
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
@@ -46,6 +49,12 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     """What it has of that which differs between members."""
     unit: float
     """In which targets are counted: 1 until that was agreed on."""
+    holds: bool
+    """Whether it has the state of the run, and not only what every process starts from."""
+
+
+class CannotJoin(Left):
+    """A worker was to take the place of one that died, and has found that it cannot."""
 
 
 class Standing:
@@ -70,9 +79,17 @@ class Standing:
         self._channel = channel
         self.place = self._place = place
         self._make_group = make_group
-        self._faults = faults
+        self.faults = faults
         self._holds = False
         self._broken = False
+        self.joining = False
+        """Whether it has come into a run that is under way, and takes part once it has come to what the others do."""
+        self.whole = False
+        """Whether all that this worker does can be done again, not only the loop that it is in."""
+        self.redoes = False
+        """Whether what this worker does now can be done again."""
+        self.finished = False
+        """Whether all members know that the run is complete."""
 
     # -- where it is ---------------------------------------------------------------------------------------------------
 
@@ -91,8 +108,8 @@ class Standing:
 
     def fault(self, point: str, step: int) -> None:
         """Where a plan of faults may strike."""
-        if self._faults is not None:
-            self._faults.at(point, worker=self.seat, step=step)
+        if self.faults is not None:
+            self.faults.at(point, worker=self.seat, step=step)
 
     def confirm(self, step: int | None) -> None:
         """All members have applied this step; with None all that is to be told may be, by anyone: the run is over."""
@@ -103,23 +120,56 @@ class Standing:
         self._channel.complete()
 
     def committed(self, step: int, spans: Callable[[], Any], digest: Callable[[], bytes]) -> None:
-        if self._faults is not None and self._faults.records:
+        if self.faults is not None and self.faults.records:
             shares = {self.members[rank]: share for rank, share in enumerate(spans())}
-            self._faults.committed(worker=self.seat, term=self.term, step=step, spans=shares, digest=digest)
+            self.faults.committed(worker=self.seat, term=self.term, step=step, spans=shares, digest=digest)
 
     # -- changing members ----------------------------------------------------------------------------------------------
 
-    def begin(self, session: Session, signature: str) -> None:
-        """Take part from now on. Returns when there is a term with this worker in it."""
+    def begin(self, session: Session) -> None:
+        """Take part from the first moment on, if the run has not begun; else when `take_part` is called."""
         refused = ""
         try:
-            self._control.enter(__version__, blake2b(signature.encode(), digest_size=16).digest())
+            self.joining = self._control.enter(__version__, b"")
         except ConfigError as error:
             refused = str(error)
         if refused:
             # the coordinator has told it to people, and the others go on
             raise Left(refused)
-        self.regroup(session)
+        if not self.joining:
+            self.regroup(session)
+
+    def take_part(self, session: Session, signature: Callable[[], str] | None) -> None:
+        """This worker has made what it needs for what comes now; `signature` tells that of one worker from another's.
+
+        None: what comes now cannot be done again. Returns when there is a term with this worker in it.
+        """
+        if signature is None:
+            self.refuse_alone("a session.steps loop that cannot be done again (it needs one optimizer, tracked before)")
+            self.redo(False)
+            share_equally(session)
+            session.private.stands()
+            return
+        self._control.sign(__version__, blake2b(signature().encode(), digest_size=16).digest())
+        self.redo(True)
+        if self.joining:
+            self.regroup(session)
+            self.joining = False
+        else:
+            share_equally(session)
+
+    def redo(self, on: bool) -> None:
+        """Whether what this worker does can be done again from now on."""
+        self.redoes = on
+        self._place.redoable(on or self.whole)
+
+    def refuse_alone(self, what: str) -> None:
+        """Raises `Left` in a worker that has yet to join: the others are somewhere else."""
+        if self.joining:
+            raise CannotJoin(
+                f"worker {self.seat} was to take the place of one that died, and cannot: before it comes to the loop "
+                f"that the others are in, its function has {what}"
+            )
 
     def regroup(self, session: Session) -> None:
         """Leave the group, if there is one, and come back in the next term, with the state that counts.
@@ -147,11 +197,21 @@ class Standing:
         """What `work` returns; None if the group broke meanwhile, once this worker is in another one."""
         try:
             return work()
-        except GroupError:
-            pass
+        except GroupError as error:
+            self.refuse_other_order(error)
         # outside the except block, where nothing holds on to the broken group
         self.regroup(session)
         return None
+
+    @staticmethod
+    def refuse_other_order(error: GroupError) -> None:
+        """A group that broke because members called different operations would break again: raises that error."""
+        if SAME_ORDER in str(error):
+            raise error
+
+    def begins_loop(self, number: int) -> None:
+        """Steps are counted from the beginning."""
+        self._channel.begins_loop(number)
 
     def farewell(self, session: Session, last: Callable[[], None]) -> None:
         """Do `last`, and return when all members have: whoever is worker 0 by then has done its part of it."""
@@ -160,6 +220,7 @@ class Standing:
                 pass
         except Finished:
             pass  # another one has seen all members come here
+        self.finished = True
         self._control.done()
         self._place.enter(Phase.DONE, session.step)
         self.confirm(None)
@@ -206,10 +267,11 @@ class Standing:
 
     def _agree(self, group: Group, session: Session) -> list[_Told]:
         drawn, known = session.keyed.keying.by_forward, session.knowledge()
-        mine = _Told(session.position, session.stopping, drawn, known, session.private.holding, session.keyed.unit)
+        private, unit, holds = session.private.holding, session.keyed.unit, self._holds and session.course is not None
+        mine = _Told(session.position, session.stopping, drawn, known, private, unit, holds)
         told = [msgspec.msgpack.decode(text, type=_Told) for text in group.gather_bytes(msgspec.msgpack.encode(mine))]
-        if any(other.position < told[0].position for other in told):
-            self._copy(group, session, told[0].position // 2, behind=mine.position < told[0].position)
+        if any(_lacks(other, told[0]) for other in told):
+            self._copy(group, session, told[0].position // 2, behind=_lacks(mine, told[0]))
         session.share_private([other.private for other in told])
         # Members that differ in these are all at the place where it was decided: see docs/design/membership.md.
         session.stopping = next((other.stopping for other in told if other.stopping is not None), None)
@@ -235,3 +297,8 @@ class Standing:
 def _save(hold: Hold, session: Session) -> None:
     if hold.checkpoint:
         session.save_now()
+
+
+def _lacks(one: _Told, first: _Told) -> bool:
+    """Whether a member needs the state of the first."""
+    return one.position < first.position or (first.holds and not one.holds)

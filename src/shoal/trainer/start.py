@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.comm.choose import make_group
-from shoal.comm.group import Group, SoloGroup
+from shoal.comm.group import Group
 from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import AnyCodec, Local, NoCodec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints, Loaded
     from shoal.elastic.control import Control
     from shoal.trainer.elastic_channel import ElasticChannel
+    from shoal.trainer.standing import Standing
 
 Body = Callable[[Session], Any]
 
@@ -94,42 +95,6 @@ class Start:
             notes=notes,
         )
 
-    def elastic_session(
-        self,
-        control: Control,
-        channel: ElasticChannel,
-        place: Place,
-        seat: int,
-        *,
-        host: str,
-        workers: int,
-        faults: Any | None = None,
-    ) -> Session:
-        """The session of a worker whose run may change its members. It meets them when its loop begins."""
-        from shoal.trainer.standing import Standing
-
-        device = torch.device("cpu")
-
-        def make_group(store: Any, rank: int, size: int) -> Group:
-            # no notes: the coordinator, who keeps the store, watches the members itself
-            return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
-
-        return Session(
-            SoloGroup(),
-            channel,
-            device=device,
-            seed=self.seed,
-            deterministic=self.deterministic,
-            strict=self.strict,
-            codec=self.codec,
-            saving=self.saving(channel),
-            loaded=self.loaded,
-            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
-            run_id=self.run_id,
-            run_dir=None if self.run_dir is None else str(self.run_dir),
-            standing=Standing(control, channel, place, seat, make_group, faults),
-        )
-
     def saving(self, channel: Channel) -> Saving:
         """Where and when the worker that checkpoints does so."""
         folder = None if self.run_dir is None else self.run_dir / "checkpoints"
@@ -144,16 +109,39 @@ class Start:
 
         return Saving(channel, make, self.checkpoint_every, self.meta)
 
+    def standing(
+        self,
+        control: Control,
+        channel: ElasticChannel,
+        place: Place,
+        seat: int,
+        *,
+        host: str,
+        faults: Any | None = None,
+    ) -> Standing:
+        """The part of a worker in a run whose members may change."""
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.standing import Standing
+
+        def make_group(store: Any, rank: int, size: int) -> Group:
+            # no notes: the coordinator, who keeps the store, watches the members itself
+            device = torch.device("cpu")
+            return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
+
+        return Standing(control, channel, place, seat, make_group, faults)
+
     def session(
         self,
-        group: Any,
+        group: Group,
         channel: Channel,
         device: torch.device,
         *,
-        place: Place | None = None,
+        workers: int,
+        standing: Standing | None = None,
     ) -> Session:
+        """The session of one of so many workers. With `standing` it meets the others once that begins."""
         saving = self.saving(channel)
-        saving.take_on(group.rank == 0)
+        saving.take_on(standing is None and group.rank == 0)
         return Session(
             group,
             channel,
@@ -164,11 +152,11 @@ class Start:
             codec=self.codec,
             saving=saving,
             loaded=self.loaded,
-            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - group.size) / group.size,
-            starts_equal=self.made_before or group.size == 1,
-            place=place,
+            spare_cores=max(0.0, len(os.sched_getaffinity(0)) - workers) / workers,
+            starts_equal=self.made_before or workers == 1,
             run_id=self.run_id,
             run_dir=None if self.run_dir is None else str(self.run_dir),
+            standing=standing,
         )
 
 

@@ -40,7 +40,6 @@ from shoal.trainer.proof.rehearse import MOST_SAMPLES, Rehearsal
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
-    from shoal.trainer.standing import Standing
     from shoal.trainer.trained import Trained
 
 _AGREE = len(REASONS)
@@ -238,8 +237,6 @@ class Step:
         self._committed = False
         self._broken = False
         self._rehearsal: Rehearsal | None = None
-        self._told: list[float] | None = None
-        """The summed flags, where the exchange is part of the iteration."""
         self.rehearsed = 0.0
         """Seconds that examining the loss took."""
         self.overtaken = False
@@ -260,6 +257,9 @@ class Step:
         self._applied: set[int] = set()
         self._per = 1.0
         """By which weights are divided from the next step on."""
+        self._told: list[float] | None = None
+        """The summed flags, where the exchange is part of the iteration, and what was exchanged there."""
+        self._exchanged: Trained | None = None
         self._pace: Pace = ()
         """Samples per second, of all workers, where all have told it in this phase. If members change in it, others
         compute it again, and this counts no longer."""
@@ -267,21 +267,24 @@ class Step:
     # -- a phase -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        if self._session.standing is None:
-            yield from self._phase()
+        if self._phases:
+            self._session.cannot_redo()
+        if self._session.standing.redoes:
+            yield from self._until_exchanged()
         else:
-            yield from self._until_exchanged(self._session.standing)
+            yield from self._phase()
 
-    def _until_exchanged(self, standing: Standing) -> Iterator[Any]:
-        """Where members may change, the exchange belongs to the iteration: if it breaks, there are more batches."""
+    def _until_exchanged(self) -> Iterator[Any]:
+        """Where steps can be done again, the exchange is a part of iterating: if it breaks, there are more batches."""
         session = self._session
         while True:
             self._broken = session.parts_wanted = False
             try:
                 yield from self._phase()
                 if not self._broken:
-                    self._exchange(standing)
-            except GroupError:
+                    self._exchange()
+            except GroupError as error:
+                session.standing.refuse_other_order(error)
                 self._broken = True
             if not self._broken:
                 return
@@ -289,15 +292,16 @@ class Step:
             self._batches = None
             # the same randomness again
             self._in_phase, self._phases = False, 0
-            standing.regroup(session)
+            session.standing.regroup(session)
             if session.step > self.number:
                 self.overtaken = self._complete = True
                 return
 
-    def _exchange(self, standing: Standing) -> None:
+    def _exchange(self) -> None:
         session = self._session
         (trained,) = session.all_trained()
-        standing.fault("exchange", self.number)
+        self._exchanged = trained
+        session.standing.fault("exchange", self.number)
         with session.waiting(Phase.APPLY):
             sums, doubles = self._sums()
             sums, flags = trained.exchange.finish(
@@ -307,10 +311,11 @@ class Step:
         self._told = flags.tolist()
         self._obey(self._told)
         self._update = self._settle(sums, doubles, agree=self._told[_AGREE] > 0)
+        self._set_gradients(trained, self._told, self._update.weight)
         session.confirm(self.number)
-        session.exchanged_in = standing.term
+        session.exchanged_in = session.standing.term
         session.private.stands()
-        standing.fault("decide", self.number)
+        session.standing.fault("decide", self.number)
 
     def _phase(self) -> Iterator[Any]:
         self._open_phase()
@@ -368,11 +373,7 @@ class Step:
         self._session.inspection.open(self.number)
         self._session.open_exchanges(atom_count(self.samples))
         self._session.enter(Phase.COMPUTE)
-        if self._session.standing is not None:
-            self._begin_computing(self._session.standing)
-
-    def _begin_computing(self, standing: Standing) -> None:
-        own, start = self._loop.own(self.samples), self.span.start
+        own, start, standing = self._loop.own(self.samples), self.span.start, self._session.standing
         standing.computes(*((start + own.start, start + own.stop) if own else (0, 0)))
         standing.fault("compute", self.number)
 
@@ -478,14 +479,12 @@ class Step:
             session.arm(weighted=self._weighted)
         factor = weight if mean else 1.0
         scale = factor / self.samples
-        if session.standing is not None:
+        if session.standing.redoes:
             self._broken = session.standing.broken or not self._survives(value, scale, options)
             if self._broken:
                 return
-        elif scale == 1.0:
-            value.backward(**options)
         else:
-            value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
+            _go_back(value, scale, options)
         session.inspection.backward_done()
         self._calls += 1
         total = value.item() * factor
@@ -504,8 +503,9 @@ class Step:
     def _survives(self, value: Tensor, scale: float, options: Mapping[str, Any]) -> bool:
         """Do the backward; whether the group, to which gradients may leave meanwhile, was still whole after it."""
         try:
-            value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
-        except GroupError:
+            _go_back(value, scale, options)
+        except GroupError as error:
+            self._session.standing.refuse_other_order(error)
             return False
         return True
 
@@ -548,7 +548,7 @@ class Step:
         values = [float(reason == asked) for reason in REASONS]
         news = self._new_logs or session.buffers.news or session.keyed.pending
         values.append(float(first and bool(news)))
-        values.append(float(session.standing is not None and session.standing.leaving))
+        values.append(float(session.standing.redoes and session.standing.leaving))
         values.append(float(first and session.wants_parts(self.number + 1)))
         values += self._own_pace(first=first)
         values += exchange.used()
@@ -581,11 +581,11 @@ class Step:
             )
         session = self._session
         trained = session.trained(optimizer) or self._adopted(optimizer)
-        first = not self._applied
+        told = self._told if self._exchanged is trained else None
+        first = not self._applied and self._told is None
         self._applied.add(id(optimizer))
-        told = self._told
-        session.inspection.apply(trained.params, partial=session.workers > 1 or bool(self._weighted))
         if told is None:
+            session.inspection.apply(trained.params, partial=session.workers > 1 or bool(self._weighted))
             # What belongs to the phase is told once, with the first optimizer.
             sums, doubles = self._sums() if first else self._nothing()
             session.enter(Phase.EXCHANGE)
@@ -596,8 +596,9 @@ class Step:
             self._obey(told)
             if first:
                 self._update = self._settle(sums, doubles, agree=told[_AGREE] > 0)
+            assert self._update is not None
+            self._set_gradients(trained, told, self._update.weight)
         assert self._update is not None
-        self._set_gradients(trained, told[FLAGS + session.workers :], self._update.weight)
         for param in trained.frozen:
             param.grad = None  # thawed while the step was computed: it takes part from the next one on
         norm = self._clip(trained.params, clip, self._update) if clip is not None else None
@@ -641,7 +642,7 @@ class Step:
         for reason, flag in zip(REASONS, flags, strict=False):
             if flag > 0 and self._session.stopping is None:
                 self._session.stopping = reason
-        if self._session.standing is not None and flags[_LEAVE] > 0:
+        if flags[_LEAVE] > 0:
             self._session.standing.due = True
         if flags[_SAVE] > 0:
             self._session.parts_wanted = True
@@ -698,9 +699,9 @@ class Step:
         session.buffers.learn(changes)
         return {name: total / weight for name, (total, weight) in logs.items()}
 
-    def _set_gradients(self, trained: Trained, used: list[float], weight: float) -> None:
+    def _set_gradients(self, trained: Trained, flags: list[float], weight: float) -> None:
         """Make sums means. A parameter that no worker used has no gradient, as in one process."""
-        for (_, param), on in zip(trained.params, used, strict=True):
+        for (_, param), on in zip(trained.params, flags[FLAGS + self._session.workers :], strict=True):
             if not on:
                 param.grad = None
         if weight != self.samples and not trained.exchange.weighs:
@@ -799,17 +800,25 @@ class Step:
                 logs=update.logs,
                 traffic=session.step_traffic(),
             )
+            if session.workers == 1 or not session.standing.redoes:
+                session.confirm(session.step)  # no other worker could take it back
             session.inspection.before_telling()
             session.channel.emit(done)
             session.inspection.after_telling()
-        if session.standing is not None:
-            session.standing.committed(self.number, self._shares, session.digest)
-            session.standing.fault("commit", self.number)
+        session.standing.committed(self.number, self._shares, session.digest)
+        session.standing.fault("commit", self.number)
         if self.span.stop == self._loop.course.size:
             session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         if self._pace:
             self._loop.heard(self._pace, self.number + 1)
         return update
+
+
+def _go_back(value: Tensor, scale: float, options: Mapping[str, Any]) -> None:
+    if scale == 1.0:
+        value.backward(**options)
+    else:
+        value.backward(torch.full((), scale, dtype=value.dtype, device=value.device), **options)
 
 
 def _strange_rows(batch: Any, samples: int) -> set[int]:

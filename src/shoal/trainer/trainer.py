@@ -46,7 +46,7 @@ from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
+from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, done_by_all, join, predict_part
 from shoal.trainer.fit import Average, Recipe, evaluate_average, train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
@@ -99,10 +99,10 @@ class Trainer(Configured):
     data_workers: loader processes per worker; None decides by measuring the first steps.
     predict: fn(model, batch) -> (prediction, target). metrics: names, or objects as in `shoal.Metric`.
     batch_size: samples per step over all workers. epochs: passes over the data (1); steps: exactly so many instead.
-    workers: None is one per core. min_workers, max_workers: between these, workers may die, leave and join while the
-        run goes on (docs/elastic.md); below the least it waits. Without them the run has exactly its workers, and
-        ends with an error if one of them dies. restarts: how often it may start again from its last checkpoint if all
-        workers are lost (3, where members may change or there are servers). faults: a `shoal.testing.FaultPlan`.
+    workers: None is one per core. One that dies is replaced while the others go on (docs/elastic.md); with
+        replace=False its death ends the run. min_workers: with fewer the run waits (1). max_workers: how many there may
+        be when it is scaled (workers). restarts: how often it may start again from its last checkpoint if all workers
+        are lost (3). faults: a `shoal.testing.FaultPlan`.
     sync: how workers agree: "allreduce", or "server", where server processes hold the parameters and apply the
         optimizer: "server:mode=bsp", "server:mode=ssp,staleness=4,servers=2", "server:mode=async" (docs/server.md).
     layout, precision, engine: this version has "single", "fp32", "local".
@@ -146,6 +146,7 @@ class Trainer(Configured):
         workers: int | None = None,
         min_workers: int | None = None,
         max_workers: int | None = None,
+        replace: bool = True,
         layout: str | spec.Single = "single",
         sync: str | spec.AllReduce | spec.Server = "allreduce",
         codec: str | spec.AnyCodec = "none",
@@ -182,7 +183,8 @@ class Trainer(Configured):
         self.collective = spec.check_collective(collective)
         self.engine: spec.Local = spec.parse("engine", engine)
         self.workers = default_workers(self.engine) if workers is None else check_workers(workers)
-        self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine)
+        check_flag("replace", replace)
+        self.elasticity = _elasticity(self.workers, min_workers, max_workers, restarts, faults, self.engine, replace)
         if isinstance(self.sync, spec.Server):
             _refuse_with_servers(deterministic=bool(deterministic), ema=ema, after_step=after_step, engine=self.engine)
         check_model(model)
@@ -246,7 +248,7 @@ class Trainer(Configured):
             eval_every=eval_every,
             after_step=after_step,
             buffers=None if buffers is None else dict(buffers),
-            most_workers=self.workers if self.elasticity is None else self.elasticity.most,
+            most_workers=self.elasticity.most,
         )
 
     @staticmethod
@@ -427,7 +429,7 @@ class Trainer(Configured):
             figures["run"] = [start.run_id, str(start.run_dir)]
             return figures
 
-        def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
+        def attempt(start: Start, elasticity: Elasticity) -> list[dict[str, Any]]:
             return run(
                 body,
                 start,
@@ -462,7 +464,7 @@ class Trainer(Configured):
 
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
-        def attempt(start: Start, elasticity: Elasticity | None) -> list[dict[str, Any]]:
+        def attempt(start: Start, elasticity: Elasticity) -> list[dict[str, Any]]:
             served = Served(self.model, recipe, sync, self.workers, elasticity)
             return run_served(served, start, watch, signals, hosts)
 
@@ -470,28 +472,29 @@ class Trainer(Configured):
 
     def _until_complete(
         self,
-        attempt: Callable[[Start, Elasticity | None], list[dict[str, Any]]],
+        attempt: Callable[[Start, Elasticity], list[dict[str, Any]]],
         start: Start,
         watch: Watch,
     ) -> list[dict[str, Any]]:
         """Run, and start again from the last checkpoint if its state is lost, as often as `restarts=` allows."""
         elasticity = self.elasticity
-        left = elasticity.restarts if elasticity is not None else 0
-        if elasticity is None and isinstance(self.sync, spec.Server):
-            left = DEFAULT_RESTARTS  # the state is lost with servers: what dies is none of the workers
+        left, reached = elasticity.restarts, -1
         while True:
             try:
                 return attempt(start, elasticity)
             except EverythingLost as error:
-                if not left:
-                    error.add_note(
-                        "The run was started again as often as it may be (restarts=). resume='last' goes on from its "
-                        "last checkpoint; with checkpoint_every= there are more of them"
+                again = error.reached is not None and error.reached <= reached
+                if again or not left:
+                    for_good = error.for_good()
+                    for_good.add_note(
+                        "The run had come no further when it was lost before, so it is not started again"
+                        if again
+                        else "The run was started again as often as it may be (restarts=). resume='last' goes on from "
+                        "its last checkpoint; with checkpoint_every= there are more of them"
                     )
-                    raise
-                lost = str(error)
-                if elasticity is not None:
-                    elasticity = replace(elasticity, before=error.term)
+                    raise for_good from None
+                lost, reached = str(error), -1 if error.reached is None else error.reached
+                elasticity = replace(elasticity, before=error.term)
             except WorkerError as error:
                 self._name_samples(error)
                 raise
@@ -505,7 +508,7 @@ class Trainer(Configured):
 
     def _name_samples(self, error: WorkerError) -> None:
         """Two workers died of the same samples: which items of the data set these are."""
-        if self.elasticity is None or error.positions is None or error.step is None or error.worker is not None:
+        if error.positions is None or error.step is None or error.worker is not None:
             return
         course = Course(check_data(self.recipe.data, "data", self.recipe.collate), self.recipe.batch_size)
         first, last = error.positions
@@ -578,7 +581,7 @@ class Trainer(Configured):
             part = self._part(session, data)
             try:
                 evaluator = Evaluator(session, part, recipe.loss, recipe.predict, recipe.metrics)
-                return evaluate_average(evaluator, model, self._average())
+                return done_by_all(session, "evaluate", lambda: evaluate_average(evaluator, model, self._average()))
             finally:
                 part.close()
 
@@ -605,13 +608,15 @@ class Trainer(Configured):
             try:
                 if average is not None:
                     average.swap()
-                return predict_part(session, part, model, predict)
+                return done_by_all(session, "predict", lambda: predict_part(session, part, model, predict))
             finally:
                 if average is not None:
                     average.swap()
                 part.close()
 
-        return join([output for outputs in self._run(body) for output in outputs])
+        # in order of positions: where members have changed, numbers of workers are in another one
+        parts = sorted(self._run(body), key=lambda part: part["start"])
+        return join([output for part in parts for output in part["outputs"]])
 
     def _part(self, session: Session, data: Any) -> Part:
         recipe = self.recipe
@@ -632,7 +637,10 @@ class Trainer(Configured):
             loaded = self._take_weights()
             before = not is_spmd(self.engine)
             start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
-            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched())
+            elasticity = replace(self.elasticity, faults=None)
+            return run(
+                body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity
+            )
         except ShoalError as error:
             raise error.with_traceback(None) from None
 
@@ -737,15 +745,24 @@ class _Folder:
 
 
 def _elasticity(
-    workers: int, least: int | None, most: int | None, restarts: int | None, faults: Any | None, engine: spec.Local
-) -> Elasticity | None:
-    """How members may change; None where they may not."""
+    workers: int,
+    least: int | None,
+    most: int | None,
+    restarts: int | None,
+    faults: Any | None,
+    engine: spec.Local,
+    replaces: bool,
+) -> Elasticity:
+    """How members may change. Under a launcher they do not, whatever this says."""
     check_whole(1, optional=True, min_workers=least, max_workers=most)
     check_whole(0, optional=True, restarts=restarts)
     if faults is not None:
         check_faults(faults)
-    if least is None and most is None and restarts is None and faults is None:
-        return None
+    if not replaces and (least is not None or most is not None):
+        raise ConfigError(
+            "replace=False ends the run when a worker is lost, so that it always has its workers: leave out "
+            "min_workers and max_workers, or replace=False"
+        )
     if least is not None and most is not None and least > most:
         raise ConfigError(f"min_workers={least} is more than max_workers={most}; it must be at most that")
     if least is not None and least > workers:
@@ -754,7 +771,7 @@ def _elasticity(
         raise ConfigError(f"max_workers={most} is less than workers={workers}; raise it, or lower workers=")
     if most is not None:
         check_workers(most)
-    if is_spmd(engine):
+    if is_spmd(engine) and not least is most is restarts is faults is None:
         raise ConfigError(
             "min_workers, max_workers, restarts and faults are for workers that fit() starts itself; a launcher has "
             "started this one (or engine= asks for one script per worker): leave them out, and let the launcher restart"
@@ -765,6 +782,7 @@ def _elasticity(
         most=workers if most is None else most,
         restarts=DEFAULT_RESTARTS if restarts is None else restarts,
         faults=faults,
+        replaces=replaces,
     )
 
 

@@ -1,0 +1,23 @@
+"""What is said when a signal asks a run to stop."""
+
+from __future__ import annotations
+
+import time
+
+from shoal.trainer.channel import INTERRUPTED, PREEMPTED
+from shoal.trainer.start import Start
+from shoal.trainer.stuck import Stuck
+
+_SIGNALS = {PREEMPTED: ("SIGTERM", ""), INTERRUPTED: ("Ctrl-C", "; press it again to end at once")}
+
+
+def signal_notice(reason: str, stuck: Stuck, kept: str = Start.kept) -> str | None:
+    """What to say when a run is asked to stop, if a signal asks: what it does, and what it waits for.
+
+    `kept`: see `Start`.
+    """
+    if reason not in _SIGNALS:
+        return None
+    name, more = _SIGNALS[reason]
+    text, waits = f"{name}: stopping after the step in progress, {kept}{more}", stuck.stopping(time.monotonic())
+    return f"{text} ({waits})" if waits else text
