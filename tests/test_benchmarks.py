@@ -85,6 +85,16 @@ def test_what_is_too_slow_is_said(bench: SimpleNamespace) -> None:
     assert "cnn" in hand and "1.020" in hand and "vae" in plain and "0.990" in plain
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_arm_is_first_equally_often(bench: SimpleNamespace, count: int) -> None:
+    arms = "abcd"[:count]
+    rounds = [bench.run.order(arms, number) for number in range(2 * count)]
+    assert all(sorted(one) == list(arms) for one in rounds)
+    assert sorted(one[0] for one in rounds) == sorted(2 * arms)
+    after = {(one[at - 1], one[at]) for one in rounds for at in range(1, count)}
+    assert all((other, arm) in after for arm, other in after), "none comes after the same one always"
+
+
 RANK = """
 import os, torch, turn
 
