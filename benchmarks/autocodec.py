@@ -63,8 +63,6 @@ SETTLING = 3
 GIVE_UP = 120.0
 """Seconds of training after which a run that has not settled, or not enough steps, will not do any more."""
 MOST_STEPS = 5000
-TURN = 3
-"""By how much the order of arms differs between rounds: with 1 the same one would be first in the first two."""
 WIDTH = 768
 PIXELS = 16
 
@@ -271,7 +269,7 @@ def measure(name: str, given: argparse.Namespace) -> Case:
     with engine_for(link, workers) as engine:
         for number in range(given.rounds):
             case.elsewhere.append(psutil.cpu_percent(0.5) / 100)
-            for arm in order([*CODECS, AUTO], TURN * number):
+            for arm in order([*CODECS, AUTO], number):
                 try:
                     run = run_once(TASKS[model], arm, engine, workers, given)
                 except NotMeasured as reason:

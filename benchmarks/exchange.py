@@ -40,8 +40,8 @@ def measure(work: str, workers: int, plan: Plan) -> dict[str, Any]:
     """Speed of the Trainer relative to the hand-written loop, with each round's seconds per step."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        arms = [_arm(arm, work, workers, folder) for arm in ARMS]
-        with Table(arms, share=_share(work, workers), workers=workers, folder=folder) as table:
+        arms = [arm_of(arm, work, workers, folder) for arm in ARMS]
+        with Table(arms, share=share_of(work, workers), workers=workers, folder=folder) as table:
             print(f"{work}, {workers} workers: ready, torch {', '.join(table.torch)}", file=sys.stderr)
             first = [table.turn(arm, lead=LEAD, steps=CALIBRATION) / CALIBRATION for arm in ARMS]
             steps = max(FEWEST_STEPS, round(plan.turn / float(np.median(first))))
@@ -61,12 +61,12 @@ def measure(work: str, workers: int, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _share(work: str, workers: int) -> int:
+def share_of(work: str, workers: int) -> int:
     """Samples of one worker in a step."""
     return WIDE_SHARE if work == "wide" else BATCH[work] // workers
 
 
-def _arm(name: str, work: str, workers: int, folder: Path) -> Arm:
+def arm_of(name: str, work: str, workers: int, folder: Path) -> Arm:
     script = str(HERE / "arms" / f"{SCRIPTS[name]}.py")
     wide = (str(HERE / "wide.py"), script, f"wide-{workers}")
     command = (sys.executable, *(wide if work == "wide" else (script, work)))

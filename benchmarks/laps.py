@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,8 @@ class Racer:
     options: tuple[str, ...]
     ranks: int | None = None
     """Processes to start, as torchrun does; None: one, which makes its own workers."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of that one, besides ours."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def lap(racer: Racer) -> Lap:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         command = (sys.executable, str(HERE / "arms" / racer.script), str(folder / "steps"), *racer.options)
-        environments: Sequence[Mapping[str, str]] = [{}] if racer.ranks is None else rank_environments(racer.ranks)
+        environments: Sequence[Mapping[str, str]] = (
+            [racer.environment] if racer.ranks is None else rank_environments(racer.ranks)
+        )
         before, machine, began = _children_cpu(), _machine_cpu(), time.monotonic()
         run_to_end(racer.name, command, environments, folder)
         available = (time.monotonic() - began) * (psutil.cpu_count() or 1)

@@ -35,10 +35,7 @@ def step(rounds: int, steps: int) -> None:
     """Shoal against a plain loop with a DataLoader and against one that calls data set and collate itself."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        arms = [shoal(1, folder), plain("plain"), plain("bare")]
-        with Table(arms, share=BATCH, workers=1, folder=folder) as table:
-            rows = [_round(table, order(list(table.seats), number), steps) for number in range(rounds + 2)][2:]
-            elsewhere = table.cpu_elsewhere / table.cpu_available
+        rows, elsewhere = measure([shoal(1, folder), plain("plain"), plain("bare")], rounds, steps, folder)
     print(f"one worker, {rounds} rounds of {steps} steps; other processes used {elsewhere:.1%} of the machine")
     for arm in rows[0]:
         print(f"  {arm:<8} {np.median([row[arm] for row in rows]):.3f} ms per step")
@@ -46,6 +43,13 @@ def step(rounds: int, steps: int) -> None:
         added = median_interval([row["shoal"] - row[arm] for row in rows])
         interval = f"95% interval {added.low:.3f} .. {added.high:.3f}"
         print(f"  shoal - {arm:<6}{added.median:.3f} ms, {interval} (target < {STEP_TARGET})")
+
+
+def measure(arms: Sequence[Arm], rounds: int, steps: int, folder: Path) -> tuple[list[dict[str, float]], float]:
+    """Milliseconds per step of every arm in each round that counts, and the share of the CPU that others used."""
+    with Table(arms, share=BATCH, workers=1, folder=folder) as table:
+        rows = [_round(table, order(list(table.seats), number), steps) for number in range(rounds + 2)][2:]
+        return rows, table.cpu_elsewhere / table.cpu_available
 
 
 def _round(table: Table, arms: Sequence[str], steps: int) -> dict[str, float]:

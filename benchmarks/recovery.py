@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,19 +97,24 @@ def session(folder: Path, events: int, number: int, draw: random.Random, found: 
     """One training of Shoal in which workers get this signal, again and again."""
     three = calm_step(folder.with_name(f"{folder.name}-calm"), everything)
     with Training(shoal_command(folder), folder) as training:
-        training.await_crew(steps=12)
-        gone: list[float] = []
-        for _ in range(events):
-            training.await_crew()
-            time.sleep(draw.uniform(0.0, 0.25))
-            training.ledgers.read()
-            victim = draw.choice(sorted(training.ledgers.crew()))
-            away, back = harm_and_watch(training, lambda pid=victim: os.kill(pid, number), nothing)  # type: ignore[misc]
+        gone = []
+        for away, back in signalled(training, events, number, draw):
             gone.append(away)
             found.back.append(back)
         everything.steps[WORKERS] += training.ledgers.step_seconds(WORKERS)
     found.away += gone
     found.beyond += [away - three for away in gone]
+
+
+def signalled(training: Training, events: int, number: int, draw: random.Random) -> Iterator[tuple[float, float]]:
+    """Sends a worker this signal at a random moment, again and again; see harm_and_watch."""
+    training.await_crew(steps=12)
+    for _ in range(events):
+        training.await_crew()
+        time.sleep(draw.uniform(0.0, 0.25))
+        training.ledgers.read()
+        victim = draw.choice(sorted(training.ledgers.crew()))
+        yield harm_and_watch(training, lambda pid=victim: os.kill(pid, number), nothing)  # type: ignore[misc]
 
 
 def calm_step(folder: Path, everything: All) -> float:

@@ -129,10 +129,11 @@ def numbered(arms: Sequence[str]) -> list[str]:
 
 
 def order(arms: Sequence[str], number: int) -> list[str]:
-    """Rotated by one every round and reversed every other: no arm always comes first, or always after the same one."""
-    at = number % len(arms)
+    """Rotated by one every round, and reversed in every other rotation: all are first equally often, and none always
+    comes after the same one."""
+    rotation, at = divmod(number, len(arms))
     rotated = [*arms[at:], *arms[:at]]
-    return rotated[::-1] if number % 2 else rotated
+    return rotated[::-1] if rotation % 2 else rotated
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from select import select
@@ -40,6 +40,9 @@ class Arm:
     command: tuple[str, ...]
     per_rank: bool
     alone: bool = False
+    tree: Path | None = None
+    """Whose Shoal it imports, if not the table's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Table:
         """`share` is a rank's part of the global batch; an arm silent for `deadline` seconds has failed. Arms import
         Shoal from `tree`, whichever the interpreter has."""
         self.share, self.workers, self.folder, self.deadline = share, workers, folder, deadline
-        self.source = tree.resolve() / "src"
+        self.tree, self.source = tree, tree.resolve() / "src"
         self.seats = {arm.name: Seat(arm, folder / f"{arm.name}.log") for arm in arms}
         self.torch: set[str] = set()
         self.cpu_elsewhere = self.cpu_available = 0.0
@@ -109,14 +112,14 @@ class Table:
         return self.workers if seat.arm.alone else 1
 
     def _start(self, seat: Seat) -> None:
-        paths = [str(HERE), str(self.source), os.environ.get("PYTHONPATH", "")]
         shared = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONPATH": python_path(seat.arm.tree or self.tree),
             "OMP_NUM_THREADS": str(self._threads(seat)),
             "MKL_NUM_THREADS": str(self._threads(seat)),
             turn.SOCKET: str(self.folder / "door"),
             turn.ARM: seat.arm.name,
+            **seat.arm.environment,
         }
         for environment in rank_environments(self._ranks(seat)) if seat.arm.per_rank else [{}]:
             with seat.log.open("ab") as log:
@@ -152,8 +155,9 @@ class Table:
         threads = self._threads(seat)
         if about["threads"] != threads or len(self.torch) > 1:
             raise _failure(seat, f"has a rank with {about}: it must have {threads} threads, and the same torch as all")
-        if about["shoal"] and not Path(about["shoal"]).resolve().is_relative_to(self.source):
-            raise _failure(seat, f"has a rank with {about}: it must have the Shoal in {self.source}")
+        source = (seat.arm.tree or self.tree).resolve() / "src"
+        if about["shoal"] and not Path(about["shoal"]).resolve().is_relative_to(source):
+            raise _failure(seat, f"has a rank with {about}: it must have the Shoal in {source}")
 
     def _reports(self, seat: Seat, samples: int) -> list[float]:
         """Seconds of each rank. All ranks together must have computed so many samples, however they share them."""
@@ -207,6 +211,12 @@ class Table:
                 line.close()
             for started in seat.processes:
                 started.wait()
+
+
+def python_path(tree: Path) -> str:
+    """For a process that imports these scripts, and the Shoal of `tree`, whichever the interpreter has."""
+    paths = [str(HERE), str(tree.resolve() / "src"), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, paths))
 
 
 def rank_environments(workers: int) -> list[dict[str, str]]:

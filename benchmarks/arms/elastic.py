@@ -17,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=100_000)
 parser.add_argument("--workers", type=int, default=WORKERS)
+parser.add_argument("--min-workers", type=int, default=2)
 parser.add_argument("--lab", help="the name of a lab that is up")
 parser.add_argument("--kill-every", type=int, help="a worker, each of them in turn")
 given = parser.parse_args()
@@ -33,7 +34,7 @@ Trainer(
     batch_size=BATCH,
     steps=given.steps,
     workers=given.workers,
-    min_workers=2,
+    min_workers=given.min_workers,
     max_workers=WORKERS,
     faults=plan,
     data_workers=0,
