@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.core.errors import GroupError
 from shoal.core.events import AnyEvent
 from shoal.trainer.session import Session
+from shoal.trainer.step import Step
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -175,8 +177,7 @@ def own_loop(inside: Callable[[Session, int], None] = lambda session, number: No
             for batch in step:
                 inside(session, step.number)
                 step.backward(mse(net, batch))
-            if not step.overtaken:
-                step.apply(optimizer)
+            step.apply(optimizer)
         return {"net": net.state_dict(), "rank": session.rank}
 
     return loop
@@ -202,6 +203,70 @@ def test_in_an_own_loop_a_worker_is_replaced(tmp_path: Path, rank: int, at: int)
     assert sorted(value["rank"] for value in values) == list(range(len(values)))
     for value in values:
         assert_close(calm[0]["net"], value["net"])
+
+
+def test_who_has_a_step_from_another_one_does_what_follows_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchange breaks when the others have it complete: they go on, and it copies, schedule and all."""
+
+    def loop(session: Session) -> Any:
+        whole, broken = Step._exchange, []
+
+        def breaks(self: Step) -> None:
+            whole(self)
+            if session.rank == 1 and self.number == 5 and not broken:
+                broken.append(self.number)
+                raise GroupError("a peer is gone")
+
+        monkeypatch.setattr(Step, "_exchange", breaks)
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        session.track(net=net, optimizer=optimizer, schedule=schedule)
+        rates, losses = [], []
+        for step in session.steps(DATA, 16, steps=12):
+            for batch in step:
+                step.backward(mse(net, batch))
+            losses.append(step.apply(optimizer).loss)
+            rates.append((step.number, optimizer.param_groups[0]["lr"]))
+            schedule.step()
+        figures = {"rates": rates, "losses": losses, "broken": broken, "lr": schedule.get_last_lr()}
+        return {"net": net.state_dict(), **figures}
+
+    first, second = sorted(launched(loop)[0], key=lambda value: len(value["broken"]))
+    assert second["broken"] == [5] and len(second["rates"]) == 11
+    for number, rate in second["rates"]:
+        assert rate == pytest.approx(0.1 * 0.9**number)
+    assert first["lr"] == second["lr"] == pytest.approx([0.1 * 0.9**12])
+    for name, value in first["net"].items():
+        assert torch.equal(value, second["net"][name])
+
+
+def test_a_loop_that_changes_what_it_tracks_before_its_batches_is_told_when_a_worker_joins(tmp_path: Path) -> None:
+    """The new one has that from the others, and does it once more: replicas part, and must not in silence."""
+    once = Once(tmp_path)
+
+    def loop(session: Session) -> Any:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        session.track(net=net, optimizer=optimizer)
+        for step in session.steps(DATA, 16, steps=60):
+            with torch.no_grad():
+                net[0].bias.add_(0.01)
+            for batch in step:
+                if step.number >= 3:
+                    once(session.rank)
+                    time.sleep(0.02)
+                step.backward(mse(net, batch))
+            step.apply(optimizer)
+        return net.state_dict()
+
+    try:
+        first, *others = launched(loop)[0]
+        # it came between two steps, where nothing is done twice
+        assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
+    except shoal.ConfigError as error:
+        assert "differs between workers" in str(error) and "after step.apply" in str(error)
+    assert once.struck
 
 
 def refused(loop: Callable[[Session], Any], **options: Any) -> str:
@@ -305,8 +370,7 @@ def test_in_the_second_of_two_loops_the_others_go_on(tmp_path: Path) -> None:
                         if turn == 1 and step.number == 3:
                             strike(session.rank)
                         step.backward(mse(net, batch))
-                    if not step.overtaken:
-                        step.apply(optimizer)
+                    step.apply(optimizer)
             return net.state_dict()
 
         return both

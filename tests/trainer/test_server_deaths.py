@@ -450,7 +450,7 @@ def test_samples_that_end_two_workers_end_the_run(tmp_path: Path) -> None:
     assert "these samples are data[" in "".join(error.__notes__)
 
 
-def test_without_min_workers_a_workers_death_ends_the_run(tmp_path: Path) -> None:
+def test_where_nobody_is_replaced_a_workers_death_ends_the_run(tmp_path: Path) -> None:
     def deadly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         deadly.calls += 1  # type: ignore[attr-defined]
         if deadly.calls == 4:  # type: ignore[attr-defined]
@@ -459,7 +459,7 @@ def test_without_min_workers_a_workers_death_ends_the_run(tmp_path: Path) -> Non
 
     deadly.calls = 0  # type: ignore[attr-defined]
     with pytest.raises(WorkerError, match="SIGKILL"):
-        fit(loss=deadly)
+        fit(loss=deadly, replace=False)
 
 
 def test_without_min_workers_a_servers_death_is_survived(tmp_path: Path) -> None:

@@ -241,20 +241,23 @@ class Session:
         self.keyed.know(self._replica.modules())
         drawing = self.keyed.within()
         try:
-            for number in range(start, total):
+            number = start
+            while number < total:
                 begun = time.perf_counter()
                 step = Step(self, loop, course.step(number))
                 self._at = step.span
                 self.parts_wanted = False
                 yield step
                 step.commit()
+                number = step.number  # it may have become the next one
                 if number == self._origin and self.workers > 1 and not self.standing.redoes:
                     refuse_parted(self._compared(), self._group)
                 self._between_steps(last=number + 1 == total)
                 self.times.loop += time.perf_counter() - begun
                 if self.stopping is not None:
                     return
-                if self.standing.due and number + 1 < total:
+                number += 1
+                if self.standing.due and number < total:
                     self._pool()
                     if self.standing.due:
                         self.standing.regroup(self)
@@ -437,7 +440,7 @@ class Session:
         self.standing.confirm(step)
 
     def compare_replicas(self, number: int) -> None:
-        """Once, in the second step: whether the first one has left all workers with the same parameters.
+        """In the second step, and in the second after members have changed: whether all have the same parameters.
 
         Where members may change it is part of a step: who repeats the step repeats it, and who skips it skips it.
         """
@@ -469,7 +472,11 @@ class Session:
         return [trained.exchange.knowledge() or trained.known for trained in self._trained.values()]
 
     def rebuild(self, knowledge: list[bytes | None]) -> None:
-        """Make the exchanges anew, over the group of now, and load the data that is now this worker's."""
+        """Make the exchanges anew, over the group of now, and load the data that is now this worker's.
+
+        What a loop does besides its steps may have been done by some and not by others: replicas are compared again.
+        """
+        self._origin = self.step
         for trained, known in zip(list(self._trained.values()), knowledge, strict=True):
             self._train(trained.optimizer, known)
         if self._running is not None:

@@ -57,7 +57,8 @@ def refuse_parted(params: Params, group: Group) -> None:
                 f"parameter {name!r} differs between workers after the first step. Either its model was not "
                 "tracked, so that it started differently: session.track(net=net); or something other than the "
                 "optimizer changes it, in the forward or the loss: make it a buffer, or initialise it before training; "
-                "or after_step= does not do the same on every worker"
+                "or after_step= does not do the same on every worker; or, where a worker has joined, the loop changes "
+                "what it tracks before the batches of a step: do that after step.apply"
             )
 
 

@@ -111,7 +111,8 @@ class Loop:
         """Samples in one forward at least, where a step has enough."""
         self.fetcher = fetcher
         self._given = limit
-        self._total = total
+        self.total = total
+        """Steps of the loop."""
         self._permutation: tuple[int, Permutation] | None = None
         self._slices: dict[int, Slices] = {}
         self._pace: Pace = ()
@@ -192,7 +193,7 @@ class Loop:
         self._stream.close()
 
     def _request(self, number: int) -> Request | None:
-        if number >= self._total:
+        if number >= self.total:
             return None
         step = self.course.step(number)
         own = self.own(step.samples)
@@ -221,12 +222,9 @@ class Step:
     """
 
     def __init__(self, session: Session, loop: Loop, span: StepSpan) -> None:
-        self.number = span.step
-        self.epoch = span.epoch
-        self.samples = span.samples
-        self.span = span
         self._session = session
         self._loop = loop
+        self._be(span)
         self._batches: list[tuple[Forward, Any]] | None = None
         self._in_phase = False
         self._complete = True
@@ -242,6 +240,12 @@ class Step:
         self.overtaken = False
         """Whether this worker has the result of the step from another one: there is nothing left to apply."""
         self._reset()
+
+    def _be(self, span: StepSpan) -> None:
+        self.number = span.step
+        self.epoch = span.epoch
+        self.samples = span.samples
+        self.span = span
 
     def _reset(self) -> None:
         self._update = None
@@ -293,9 +297,13 @@ class Step:
             # the same randomness again
             self._in_phase, self._phases = False, 0
             session.standing.regroup(session)
-            if session.step > self.number:
+            if session.step > self.number and (session.standing.whole or session.step >= self._loop.total):
                 self.overtaken = self._complete = True
                 return
+            if session.step > self.number:
+                # what follows this iteration has been done in the state that was copied, and what comes before the next
+                # one: the one it was copied from is in that, and here it goes on there
+                self._be(self._loop.course.step(session.step))
 
     def _exchange(self) -> None:
         session = self._session
