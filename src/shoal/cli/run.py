@@ -75,10 +75,19 @@ def run(
     ] = None,
     min_workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Workers may die and leave down to this number.", rich_help_panel=_TRAINING),
+        typer.Option(min=1, help="With fewer workers the run waits.", rich_help_panel=_TRAINING),
     ] = None,
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="Workers may join up to this number.", rich_help_panel=_TRAINING)
+    ] = None,
+    replace: Annotated[
+        bool | None,
+        typer.Option(
+            "--replace/--no-replace",
+            help="Whether another process takes the place of a worker that dies; else that ends the run.",
+            rich_help_panel=_TRAINING,
+            show_default=False,
+        ),
     ] = None,
     restarts: Annotated[
         int | None,
@@ -199,6 +208,7 @@ def run(
     given: dict[str, Any] = {
         "workers": workers,
         "min_workers": min_workers,
+        "replace": replace,
         "max_workers": max_workers,
         "restarts": restarts,
         "batch_size": batch_size,

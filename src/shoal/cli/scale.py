@@ -26,8 +26,9 @@ way: new workers get their state from the others and join between two steps;
 those that are too many leave between two steps. Nothing is trained twice or
 left out, and the batch stays that of all workers together.
 
-It works for runs that may change their size, which say so in the script:
-  Trainer(..., workers=2, min_workers=1, max_workers=6)
+A run can have fewer workers than it began with; for more, the script says how
+many there may be:
+  Trainer(..., workers=2, max_workers=6)
 
 Runs with sync="server" can have another number of servers at any time: their
 parameters move between two steps, and nothing is lost.
@@ -127,8 +128,8 @@ def _access(run_id: str, folder: Path, *, servers: bool = False) -> Access:
         raise ConfigError(f"{run_id} has no servers: it was not started with sync='server'")
     if not control.is_dir():
         raise ConfigError(
-            f"{run_id} cannot change its number of workers: it was started without min_workers and max_workers. "
-            "Give them to Trainer, as in Trainer(..., workers=2, min_workers=1, max_workers=6)"
+            f"{run_id} cannot change its number of workers: it has no coordinator. Its workers were started by a "
+            "launcher, or by an earlier version"
         )
     return Access(run=run_id, folder=control, keys=read_client_keys(control))
 

@@ -174,6 +174,7 @@ FLAGS = (
     "workers",
     "min_workers",
     "max_workers",
+    "replace",
     "restarts",
     "batch_size",
     "epochs",

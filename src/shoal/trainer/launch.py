@@ -94,7 +94,8 @@ def launch(
             )
             with watch.running(place.identity(count, config)):
                 doubts = [] if is_spmd(engine_spec) else stale_in_loop(callbacks, fn)
-                elasticity = Elasticity(count, 1, count, replaces=check_flag("replace", replace))
+                replaces = check_flag("replace", replace)
+                elasticity = Elasticity(count, 1 if replaces else count, count, replaces=replaces)
                 values = _run(fn, start, elasticity, engine_spec, watch, signals, doubts)
     except ShoalError as error:
         raise error.with_traceback(None) from None

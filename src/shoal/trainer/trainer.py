@@ -778,7 +778,7 @@ def _elasticity(
         )
     return Elasticity(
         workers=workers,
-        least=1 if least is None else least,
+        least=(1 if replaces else workers) if least is None else least,
         most=workers if most is None else most,
         restarts=DEFAULT_RESTARTS if restarts is None else restarts,
         faults=faults,
