@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
 from shoal.core.events import AnyEvent, EpochDone, EvalDone, Notice, StepDone
+from shoal.core.following import Following, follows
 from shoal.layouts.single import Change
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
@@ -140,10 +141,10 @@ class Steps:
         if self.passage is not None or step is None or step >= self.final or not self._places.settled:
             return
         evaluating = self._keeping.evaluating() is not None
-        if evaluating and (self._story.steps_on_eval or self._story.belongs(step + 1, self.stopping)):
+        if evaluating and (self._story.steps_on_eval or self._follows(step + 1).evaluate):
             return
         most = 1 if self._places.waits_to_move else MOST_KEPT
-        if self._keeps(step + 1) and len(self._keeping.kept) >= most:
+        if self._follows(step + 1).kept and len(self._keeping.kept) >= most:
             return
         loss, weight = self._weigh(step, self._in_order(step))
         arrival = self._setup.spec.apply == "arrival"
@@ -210,11 +211,14 @@ class Steps:
             scale *= min(1.0, self._setup.clip / (norm + 1e-6))
         self._apply(passage, scale)
 
-    def _keeps(self, version: int) -> bool:
-        return self._story.belongs(version, self.stopping) or self._keeping.due(version) or version == self.final
+    def _follows(self, version: int) -> Following:
+        stopping = self.stopping if version >= self.final else None
+        facts = self._recipe.facts(version, self._story.record.evaluated, stopping)
+        save_every, overdue = self._keeping.wish()
+        return follows(facts._replace(save_every=save_every, overdue=overdue))
 
     def _apply(self, passage: Passage, scale: float) -> None:
-        keep = self._keeps(passage.step + 1)
+        keep = self._follows(passage.step + 1).kept
         passage.order = said.Apply(
             passage.step,
             scale,
@@ -280,10 +284,10 @@ class Steps:
         self.notice(self._story.buffers.notices())
         logs = self._story.means(_sums_of_logs(parts))
         if passage.order.keep:
-            evaluate = self._story.belongs(version, self.stopping)
-            save = self._keeping.saves and (self._keeping.due(version) or version == self.final)
-            self._keeping.kept[version] = self._story.snapshot(version, save=save, evaluate=evaluate)
-            self._keeping.kept[version].keepers = self._places.having()
+            after = self._follows(version)
+            save = self._keeping.saves and after.save
+            snapshot = self._keeping.kept[version] = self._story.snapshot(version, save=save, evaluate=after.evaluate)
+            snapshot.keepers = self._places.having()
         for part in parts:
             self.seen.pushed(part.done.lease.step - part.done.read)
         done = StepDone(

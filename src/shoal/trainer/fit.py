@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
 from shoal.core.events import EvalDone, Notice, RunEnded
+from shoal.core.following import Facts, ended_early, follows, is_best
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
 from shoal.trainer.after_step import AfterStep, do_after_step
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
 from shoal.trainer.replan import new_length
@@ -56,6 +56,11 @@ class Recipe:
 
     def eval_batch(self, workers: int) -> int:
         return self.micro_batch or max(1, -(-self.batch_size // workers))
+
+    def facts(self, step: int, evaluated: int, stopping: str | None) -> Facts:
+        """Of a run with this recipe, for what follows a step; nothing of its checkpoints."""
+        every = None if self.eval_data is None else self.eval_every or self.steps_per_epoch
+        return Facts(step, self.total_steps, self.steps_per_epoch, every, evaluated, stopping=stopping)
 
 
 class Average:
@@ -102,6 +107,15 @@ class Record:
         """The step of the last evaluation."""
         self.planned: int | None = None
         """Steps that the schedule was made for."""
+
+    def take(self, step: int, metrics: dict[str, float]) -> bool:
+        """A step was evaluated. Whether it is the best so far."""
+        loss, best = metrics["loss"], is_best(metrics["loss"], self.best)
+        self.metrics, self.evaluated = metrics, step
+        if best:
+            self.best = loss if loss == loss else None
+            self.bests = [*self.bests[-MOST_BESTS:], [step, loss]]
+        return best
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -154,7 +168,7 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             micro_batch=recipe.micro_batch,
             buffers=recipe.buffers,
         ):
-            if evaluation.missed():
+            if evaluation.due(None):  # a signal left it to the run that resumes: this one
                 evaluation.run()
                 if session.standing is not None and session.stopping is not None:
                     break  # those who evaluated at the end of the step before have left the loop there
@@ -173,17 +187,15 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             if session.step == recipe.total_steps:
                 # before this step is checkpointed
                 _refuse_not_finite(model, session)
-            if evaluation.due():
+            if evaluation.due(session.stopping):
                 evaluation.run()
-        if evaluation.due():
+        if evaluation.due(session.stopping):
             # a worker that came when the last step was done
             evaluation.run()
     finally:
         evaluation.close()
     optimizer.zero_grad()  # they are of the last step, and nothing of a next run
-    # asked for at the very last step, an end is no early one
-    complete = session.stopping == STOPPED and session.step >= recipe.total_steps
-    stopping = None if complete else session.stopping
+    stopping = ended_early(recipe.facts(session.step, record.evaluated, session.stopping))
     loss, metrics, reason = session.epoch_loss, record.metrics, stopping or "complete"
     session.channel.emit(RunEnded(step=session.step, loss=loss, metrics=metrics, reason=reason))
     return {"loss": loss, "metrics": metrics, "steps": session.step, "stopping": stopping}, average
@@ -274,20 +286,9 @@ class _Evaluation:
         self._schedule = schedule
         self._part: Part | None = None
 
-    def due(self) -> bool:
-        """Whether to evaluate now. A signal wants an end soon: then it is left to the run that resumes."""
-        step = self._session.step
-        hurry = self._session.stopping in (PREEMPTED, INTERRUPTED) and step < self._recipe.total_steps
-        return 0 < step != self._record.evaluated and self._belongs(step) and not hurry
-
-    def missed(self) -> bool:
-        """Whether the run was stopped by a signal at a step that should have been evaluated."""
-        step = self._session.step
-        return 0 < step != self._record.evaluated and self._belongs(step)
-
-    def _belongs(self, step: int) -> bool:
-        every = self._recipe.eval_every or self._recipe.steps_per_epoch
-        return self._recipe.eval_data is not None and (step % every == 0 or step == self._recipe.total_steps)
+    def due(self, stopping: str | None) -> bool:
+        """Whether to evaluate now, in a run that ends here for this reason, or does not end."""
+        return follows(self._recipe.facts(self._session.step, self._record.evaluated, stopping)).evaluate
 
     def run(self) -> None:
         recipe, record, session = self._recipe, self._record, self._session
@@ -308,12 +309,9 @@ class _Evaluation:
             if record.evaluated == session.step:
                 return  # members changed, and another one had evaluated already: this worker has its result
         session.confirm(session.step)
-        record.metrics = metrics
-        record.evaluated = session.evaluated = session.step
+        session.evaluated = session.step
         self._forget_lost_bests()
-        if record.best is None or not record.best <= metrics["loss"]:
-            record.best = metrics["loss"] if metrics["loss"] == metrics["loss"] else None
-            record.bests = [*record.bests[-MOST_BESTS:], [session.step, metrics["loss"]]]
+        if record.take(session.step, metrics):
             session.checkpoint_best()
         if self._schedule is not None:
             self._schedule.step(metrics["loss"])

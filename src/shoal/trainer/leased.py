@@ -208,7 +208,7 @@ class LeaseLoop(Loop):
 
     def look_ahead(self) -> bool:
         """There is nothing to do: have the batches that will be wanted next. False if there is nothing to be had."""
-        if not self._right or self._ahead is not None or self._next >= self._total:
+        if not self._right or self._ahead is not None or self._next >= self.total:
             return False
         expected = self._next
         try:

@@ -19,8 +19,7 @@ from shoal.core.errors import CheckpointMismatch
 from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server.optimizers import join
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED
-from shoal.trainer.fit import MOST_BESTS, Recipe, Record
+from shoal.trainer.fit import Recipe, Record
 from shoal.trainer.replan import new_length
 from shoal.trainer.restore import restore
 from shoal.trainer.soundness import refuse_not_finite
@@ -95,7 +94,7 @@ class Story:
     """What the loop of a run remembers: losses, buffers, evaluations. All of it is in every checkpoint."""
 
     def __init__(self, setup: Setup, recipe: Recipe, model: nn.Module, start: Resumed | None) -> None:
-        self._setup, self._recipe, self._model = setup, recipe, model
+        self._setup, self._model = setup, model
         self.record = Record() if start is None else start.record
         self.log_names: list[str] = [] if start is None else start.logs
         self.epoch: list[float] = [0.0, 0.0] if start is None else start.epoch
@@ -148,27 +147,11 @@ class Story:
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
-    def belongs(self, version: int, stopping: str | None) -> bool:
-        """Whether to evaluate this version. A signal wants an end soon: then it is left out."""
-        recipe = self._recipe
-        every = recipe.eval_every or recipe.steps_per_epoch
-        if recipe.eval_data is None or version in (0, self.record.evaluated):
-            return False
-        if stopping in (PREEMPTED, INTERRUPTED) and version < recipe.total_steps:
-            return False
-        return version % every == 0 or version == recipe.total_steps
-
     def evaluated(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
-        record = self.record
-        record.metrics, record.evaluated = metrics, snapshot.version
-        loss = metrics["loss"]
         snapshot.evaluate = snapshot.evaluating = False
+        snapshot.best = self.record.take(snapshot.version, metrics)
         if self.steps_on_eval:
-            snapshot.metric = loss
-        if record.best is None or not record.best <= loss:
-            record.best = loss if loss == loss else None
-            record.bests = [*record.bests[-MOST_BESTS:], [snapshot.version, loss]]
-            snapshot.best = True
+            snapshot.metric = metrics["loss"]
 
 
 class Keeping:
@@ -185,12 +168,12 @@ class Keeping:
     def saves(self) -> bool:
         return self._saving is not None and self._saving.mine
 
-    def due(self, version: int) -> bool:
-        """Whether to checkpoint this version; not for the time that has passed, if one for that is under way."""
+    def wish(self) -> tuple[int | None, bool]:
+        """Every how many steps to checkpoint, and whether now; not for the time that has passed, if one for that is
+        under way."""
         if self._saving is None or not self.saves:
-            return False
-        by_time = self._saving._every is None
-        return not (by_time and any(one.save for one in self.kept.values())) and self._saving.due(version)
+            return None, False
+        return self._saving.every, self._saving.late and not any(one.save for one in self.kept.values())
 
     def evaluating(self) -> Snapshot | None:
         """The version that is to be evaluated."""

@@ -29,6 +29,7 @@ from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import CheckpointMismatch, ConfigError
 from shoal.core.events import Notice, WorkerSeen
+from shoal.core.following import STOPPED, Facts, Following, follows
 from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
@@ -40,7 +41,7 @@ from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.encoding import Encoding
 from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
-from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.channel import Channel
 from shoal.trainer.configure import spelt
 from shoal.trainer.idle import idle_words
 from shoal.trainer.inspection import Inspection
@@ -787,7 +788,14 @@ class Session:
 
     def wants_parts(self, step: int) -> bool:
         """Whether this worker is about to checkpoint this step, and needs the others' parts for it."""
-        return bool(self._encodings()) and self._saving.mine and self._saving.due(step)
+        saving = self._saving
+        return bool(self._encodings()) and saving.mine and self._follows(step, saving.every, saving.late).save
+
+    def _follows(self, step: int, save_every: int | None, overdue: bool) -> Following:
+        """What follows a step of the loop under way, besides an evaluation."""
+        assert self._running is not None
+        facts = Facts(step, self._running.total, self._running.course.steps_per_epoch, stopping=self.stopping)
+        return follows(facts._replace(save_every=save_every, overdue=overdue, best=self._best))
 
     def _pool(self) -> Totals | None:
         """The sums over all workers of what they have still to send; None if it cannot be had.
@@ -807,11 +815,13 @@ class Session:
             self._told = now
             self.channel.emit(self.seen())
         begun = time.perf_counter()
-        wanted = last or self._best or self.stopping is not None
-        totals = self._pool() if self.parts_wanted or wanted else None
+        # where all give their parts, they were asked for them in the step
+        wish = (None, self.parts_wanted) if self._encodings() else (self._saving.every, self._saving.late)
+        save = self._follows(self.step, *wish).save
+        totals = self._pool() if save else None
         if self._saving.mine and self._replica.tracked:
             self._saving.tell()
-            if wanted or self.parts_wanted or (self._saving.due(self.step) and not self._encodings()):
+            if save:
                 self._save(totals)
         self.private.forget()
         self.times.checkpoint += time.perf_counter() - begun

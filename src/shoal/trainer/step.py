@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import EpochDone, Notice, StepDone
+from shoal.core.following import REASONS
 from shoal.core.keys import derive
 from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
@@ -31,7 +32,6 @@ from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.syncs.updating import rates_of, update
-from shoal.trainer.channel import REASONS
 from shoal.trainer.configure import spelt
 from shoal.trainer.device import moved
 from shoal.trainer.keyed import Judgement
@@ -112,7 +112,7 @@ class Loop:
         """Samples in one forward at least, where a step has enough."""
         self.fetcher = fetcher
         self._given = limit
-        self._total = total
+        self.total = total
         self._permutation: tuple[int, Permutation] | None = None
         self._slices: dict[int, Slices] = {}
         self._pace: Pace = ()
@@ -193,7 +193,7 @@ class Loop:
         self._stream.close()
 
     def _request(self, number: int) -> Request | None:
-        if number >= self._total:
+        if number >= self.total:
             return None
         step = self.course.step(number)
         own = self.own(step.samples)
