@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import Notice, RunEnded
-from shoal.core.following import ended_early
+from shoal.core.progress import figures_of
 from shoal.core.spec import MOST_SERVERS
 from shoal.data.parcel import unseal
 from shoal.layouts.single import Change
@@ -230,13 +230,12 @@ class Clerk:
 
     def outcome(self) -> dict[str, Any]:
         """As `fit.train` returns it."""
+        return figures_of(self._ended())
+
+    def _ended(self) -> RunEnded:
         record = self._story.record
-        return {
-            "loss": self._story.epoch_loss,
-            "metrics": record.metrics,
-            "steps": self.version,
-            "stopping": ended_early(self._recipe.facts(self.version, record.evaluated, self._steps.stopping)),
-        }
+        facts = self._recipe.facts(self.version, record.evaluated, self._steps.stopping)
+        return self._story.progress.ended(facts, record.metrics)
 
     def state(self) -> nn.Module:
         """The model that the clerk was given, as it was trained, once the run is finished."""
@@ -423,9 +422,7 @@ class Clerk:
             self._hands.send(FIRST_SERVER + number, said.End())
         for seat in sorted(self._workers):
             self._hands.send(seat, said.Depart("the run is over"))
-        told = self.outcome()
-        reason = told["stopping"] or "complete"
-        self._hands.tell(RunEnded(step=self.version, loss=told["loss"], metrics=told["metrics"], reason=reason))
+        self._hands.tell(self._ended())
 
     def _tell_seen(self) -> None:
         self._hands.tell(self._steps.seen.event(self.version, self._places, self._steps.applied))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
-from shoal.core.events import AnyEvent, EpochDone, EvalDone, Notice, StepDone
+from shoal.core.events import AnyEvent, Notice
 from shoal.core.following import Following, follows
+from shoal.core.progress import Update, evaluated, summed
 from shoal.layouts.single import Change
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
@@ -279,10 +280,12 @@ class Steps:
         self._book.applied(version, now)
         parts = self._in_order(passage.step)
         del self._parts[passage.step]
-        changes = [change for part in parts for change in part.buffers]
-        self._story.add(passage.step, passage.loss, passage.weight, span.samples, changes)
+        self._story.learn(span.samples, [change for part in parts for change in part.buffers])
         self.notice(self._story.buffers.notices())
-        logs = self._story.means(_sums_of_logs(parts))
+        progress = self._story.progress
+        logs = summed((name, *sums) for part in parts for name, sums in part.done.logs.items())
+        update = Update(passage.loss, passage.weight, passage.norm, progress.means(logs))
+        events = progress.committed(self._setup.course, span, update, passage.rates)
         if passage.order.keep:
             after = self._follows(version)
             save = self._keeping.saves and after.save
@@ -290,26 +293,15 @@ class Steps:
             snapshot.keepers = self._places.having()
         for part in parts:
             self.seen.pushed(part.done.lease.step - part.done.read)
-        done = StepDone(
-            step=version,
-            epoch=span.epoch,
-            loss=passage.loss,
-            samples=span.samples,
-            rates=passage.rates,
-            norm=passage.norm,
-            logs=logs,
-        )
-        self._hands.tell(done)
-        if span.stop == self._setup.course.size:
-            self._hands.tell(EpochDone(step=version, epoch=span.epoch, loss=self._story.epoch_loss))
+        for event in events:
+            self._hands.tell(event)
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
     def evaluated(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
         self._story.evaluated(snapshot, metrics)
         self._metric = snapshot.metric
-        epoch = (snapshot.version - 1) // self._recipe.steps_per_epoch
-        self._hands.tell(EvalDone(step=snapshot.version, epoch=epoch, metrics=metrics))
+        self._hands.tell(evaluated(self._setup.course, snapshot.version, metrics))
 
     def fetch(self) -> None:
         """Ask servers for what they keep, or let them forget it."""
@@ -380,12 +372,3 @@ class Steps:
     def to_servers(self, message: msgspec.Struct, numbers: set[int]) -> None:
         for number in sorted(numbers):
             self._hands.send(FIRST_SERVER + number, message)
-
-
-def _sums_of_logs(parts: Sequence[Part]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for part in parts:
-        for name, (total, weight) in part.done.logs.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + total, before[1] + weight
-    return sums

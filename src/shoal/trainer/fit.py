@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
-from shoal.core.events import EvalDone, Notice, RunEnded
-from shoal.core.following import Facts, ended_early, follows, is_best
+from shoal.core.events import Notice
+from shoal.core.following import Facts, follows, is_best
+from shoal.core.progress import evaluated, figures_of
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
 from shoal.trainer.after_step import AfterStep, do_after_step
@@ -195,10 +196,10 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
     finally:
         evaluation.close()
     optimizer.zero_grad()  # they are of the last step, and nothing of a next run
-    stopping = ended_early(recipe.facts(session.step, record.evaluated, session.stopping))
-    loss, metrics, reason = session.epoch_loss, record.metrics, stopping or "complete"
-    session.channel.emit(RunEnded(step=session.step, loss=loss, metrics=metrics, reason=reason))
-    return {"loss": loss, "metrics": metrics, "steps": session.step, "stopping": stopping}, average
+    facts = recipe.facts(session.step, record.evaluated, session.stopping)
+    ended = session.progress.ended(facts, record.metrics)
+    session.channel.emit(ended)
+    return figures_of(ended), average
 
 
 def first_words(model: nn.Module, recipe: Recipe, *, workers: int, deterministic: bool) -> list[str]:
@@ -315,8 +316,8 @@ class _Evaluation:
             session.checkpoint_best()
         if self._schedule is not None:
             self._schedule.step(metrics["loss"])
-        epoch = (session.step - 1) // recipe.steps_per_epoch
-        session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
+        assert session.course is not None
+        session.channel.decide(evaluated(session.course, session.step, metrics))
         session.guard(session.agree_on_stop)
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.comm.group import SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import ConfigError
+from shoal.core.progress import Sums, summed
 from shoal.core.slices import Forward, Slices
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
@@ -247,13 +248,9 @@ class LeaseStep(Step):
     def weight(self) -> float:
         return self._weight
 
-    def logs(self) -> dict[str, tuple[float, float]]:
+    def logs(self) -> Sums:
         """Sums and weights by name."""
-        logs: dict[str, tuple[float, float]] = {}
-        for _, name, total, weight in self._new_logs:
-            before = logs.get(name, (0.0, 0.0))
-            logs[name] = before[0] + total, before[1] + weight
-        return logs
+        return summed(entry[1:] for entry in self._new_logs)
 
     def refuse_not_finite(self) -> None:
         loss = self._loss / self._weight if self._weight > 0.0 else self._loss
@@ -290,7 +287,7 @@ class Outcome(NamedTuple):
     loss: float
     """Sum over samples."""
     weight: float
-    logs: dict[str, tuple[float, float]]
+    logs: Sums
     """Sums and weights."""
     sent: int
     buffers: list[Change]

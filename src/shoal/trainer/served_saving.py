@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointMismatch
+from shoal.core.progress import Progress
 from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server.optimizers import join
@@ -94,10 +95,9 @@ class Story:
     """What the loop of a run remembers: losses, buffers, evaluations. All of it is in every checkpoint."""
 
     def __init__(self, setup: Setup, recipe: Recipe, model: nn.Module, start: Resumed | None) -> None:
-        self._setup, self._model = setup, model
+        self._model = model
         self.record = Record() if start is None else start.record
-        self.log_names: list[str] = [] if start is None else start.logs
-        self.epoch: list[float] = [0.0, 0.0] if start is None else start.epoch
+        self.progress = Progress() if start is None else Progress(start.logs, start.epoch)
         self.buffers = Buffers([model])
         self.buffers.use(recipe.buffers)
         if start is not None:
@@ -106,26 +106,12 @@ class Story:
         self.steps_on_eval = recipe.eval_data is not None and _goes_by_metric(setup)
         """Whether the schedule is one that is stepped on the loss of evaluations."""
 
-    @property
-    def epoch_loss(self) -> float:
-        """Mean loss over what was trained of the current epoch, or of the last one if none of it was."""
-        total, weight = self.epoch
-        return total / weight if weight else float("nan")
-
-    def add(self, step: int, loss: float, weight: float, samples: int, buffers: Sequence[Change]) -> None:
+    def learn(self, samples: int, buffers: Sequence[Change]) -> None:
         """A step was applied. `buffers` is what its forwards made of them, in order of positions."""
-        if step % self._setup.course.steps_per_epoch == 0:
-            self.epoch = [0.0, 0.0]
-        self.epoch = [self.epoch[0] + loss * weight, self.epoch[1] + weight]
         if buffers:
             self.buffers.open(samples)
             self.buffers.learn(buffers)
             self._parcel = None
-
-    def means(self, logs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """Of sums and weights. Names that are new are known from now on."""
-        self.log_names += sorted(logs.keys() - set(self.log_names))
-        return {name: logs[name][0] / logs[name][1] for name in self.log_names if name in logs and logs[name][1]}
 
     def values(self) -> dict[int, Tensor]:
         """The buffers that change, by number."""
@@ -143,7 +129,8 @@ class Story:
         named = self._model.named_buffers(remove_duplicate=False)
         names = {name: values[numbers[id(buffer)]] for name, buffer in named if id(buffer) in numbers}
         known, counts = list(self.buffers.known), self.buffers.counts()
-        return Snapshot(version, list(self.epoch), list(self.log_names), known, counts, names, values, save, evaluate)
+        epoch, logs = list(self.progress.epoch), list(self.progress.log_names)
+        return Snapshot(version, epoch, logs, known, counts, names, values, save, evaluate)
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 

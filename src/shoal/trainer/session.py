@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import CheckpointMismatch, ConfigError
-from shoal.core.events import Notice, WorkerSeen
+from shoal.core.events import AnyEvent, Notice, WorkerSeen
 from shoal.core.following import STOPPED, Facts, Following, follows
+from shoal.core.progress import Progress, Update
 from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
@@ -54,7 +55,7 @@ from shoal.trainer.restore import restore
 from shoal.trainer.same_data import SameData
 from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
-from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
+from shoal.trainer.step import FLAGS, HEAD, Loop, Step
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
 from shoal.trainer.together import likely_together
 from shoal.trainer.trained import Trained, make_trained, take_up
@@ -128,7 +129,7 @@ class Session:
         """Samples that this worker has computed in steps that were committed."""
         self.channel = channel
         self.buffers = Buffers([])
-        self.log_names: list[str] = []
+        self.progress = Progress()
         self.course: Course | None = None
         self._run = run_id, run_dir
         self._group = group
@@ -165,7 +166,6 @@ class Session:
         self._lost_best: int | None = None
         self._older = False
         self._began = self._told = time.monotonic()
-        self._epoch: list[float] = [0.0, 0.0]
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
 
     # -- for a user's loop ---------------------------------------------------------------------------------------------
@@ -345,12 +345,6 @@ class Session:
         """Which positions of a step this worker computes, for messages."""
         return self._own(step.samples)
 
-    @property
-    def epoch_loss(self) -> float:
-        """Mean loss over what was trained of the current epoch, or of the last one if none of it was."""
-        total, weight = self._epoch
-        return total / weight if weight else float("nan")
-
     def overlap_backward(self) -> None:
         """Let gradients leave during backward: promises one optimizer, and one `Step.backward` per batch."""
         self._overlap = True
@@ -514,10 +508,9 @@ class Session:
         self._loop = told["loop"]
         self.step = told["step"]
         self.evaluated = told["evaluated"]
-        self.log_names = list(told["logs"])
+        self.progress = Progress(told["logs"], told["epoch"])
         self.buffers.know(told["buffers"], told.get("counts"))
         self.keyed.load(told["draws"], proven=told["proven"])
-        self._epoch = list(told["epoch"])
         self._best = False
 
     def save_now(self) -> None:
@@ -617,19 +610,14 @@ class Session:
         """Tensors are about to change in place: a checkpoint being copied must have them first."""
         self.times.checkpoint += self._saving.wait_copied()
 
-    def weigh_in(self, unit: float) -> None:
-        """From now on weights are in so many of what they were in."""
-        self._epoch = [figure / unit for figure in self._epoch]
-
-    def committed(self, step: int, update: Update | None, unit: float = 1.0) -> None:
-        """`unit`: that of the update's weight, see `weigh_in`."""
+    def committed(
+        self, span: StepSpan, update: Update | None, applied: Mapping[int, list[float]], unit: float
+    ) -> list[AnyEvent]:
+        """What there is to tell of a step; see `rates`, and `Progress.committed`."""
         assert self.course is not None
-        if (step - 1) % self.course.steps_per_epoch == 0:
-            self._epoch = [0.0, 0.0]
-        self.step = step
-        if update is not None:
-            self._epoch[0] += update.loss * update.weight / unit
-            self._epoch[1] += update.weight / unit
+        self.step = span.step + 1
+        traffic = None if update is None else self.step_traffic()
+        return self.progress.committed(self.course, span, update, self.rates(applied), traffic, unit)
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
@@ -703,13 +691,13 @@ class Session:
     def sums_size(self) -> tuple[int, int]:
         """Elements of a phase's vectors of sums, in single and in double precision."""
         single, double = self.buffers.sizes
-        return 2 * len(self.log_names) + single, HEAD + double
+        return 2 * len(self.progress.log_names) + single, HEAD + double
 
     def _enter_loop(self, course: Course) -> int | None:
         """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
         self._loop += 1
         self.step = 0
-        self._epoch = [0.0, 0.0]
+        self.progress = Progress(self.progress.log_names)
         saved = self._resumed
         if saved is None:
             return 0
@@ -731,12 +719,11 @@ class Session:
                 "from its weights"
             )
         self.step = saved["step"]
-        self.log_names = list(saved["logs"])
+        self.progress = Progress(saved["logs"], saved["epoch"])
         self.buffers.resume(saved["buffers"], saved.get("counts"))
         self._older = "draws" not in saved
         if not self._older:
             self.keyed.load(saved["draws"], proven=False)
-        self._epoch = list(saved["epoch"])
         return self.step
 
     def _tell_start(self, course: Course, total: int) -> None:
@@ -837,11 +824,11 @@ class Session:
             "seed": self.seed,
             "size": self.course.size,
             "batch": self.course.batch,
-            "logs": self.log_names,
+            "logs": self.progress.log_names,
             "buffers": self.buffers.known,
             "draws": self.keyed.tree(),
             "counts": self.buffers.counts(),
-            "epoch": self._epoch,
+            "epoch": self.progress.epoch,
         }
         return trees
 

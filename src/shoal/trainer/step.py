@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
-from shoal.core.events import EpochDone, Notice, StepDone
+from shoal.core.events import Notice
 from shoal.core.following import REASONS
 from shoal.core.keys import derive
 from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
+from shoal.core.progress import Sums, Update, summed
 from shoal.core.slices import Forward, Pace, Slices, better, deal, forwards, forwards_by_atom
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
@@ -57,16 +58,6 @@ ROOM = 1.5
 fast worker may have more than the others, and one that does the work of those who died must not run out of memory."""
 HEAD = 2
 """Sums in double precision before those of buffers: weight, loss."""
-
-
-class Update(NamedTuple):
-    """What `Step.apply` did: figures over the whole global batch, equal on every worker."""
-
-    loss: float
-    weight: float
-    norm: float | None
-    """Norm of the gradient before clipping, where clipping was asked for."""
-    logs: dict[str, float]
 
 
 def order_key(seed: int, epoch: int) -> int:
@@ -515,7 +506,7 @@ class Step:
 
     def _add_logs(self, logs: Mapping[str, float]) -> None:
         for name, value in logs.items():
-            if name in self._session.log_names:
+            if name in self._session.progress.log_names:
                 entry = self._logs.setdefault(name, [0.0, 0.0])
                 entry[0] += value * self._count
                 entry[1] += self._count
@@ -532,7 +523,7 @@ class Step:
     def _sums(self) -> tuple[Tensor, Tensor]:
         """In single precision, and in double precision."""
         session = self._session
-        values = [part for name in session.log_names for part in self._logs.get(name, (0.0, 0.0))]
+        values = [part for name in session.progress.log_names for part in self._logs.get(name, (0.0, 0.0))]
         # by numpy, which takes a fifth of the time of torch.tensor
         sums = torch.from_numpy(np.array(values, np.float32)).to(session.device)
         doubles = torch.from_numpy(np.array([self._weight, self._loss], np.float64))
@@ -653,10 +644,9 @@ class Step:
         """Read the summed vectors; where workers met something new in this step, agree on it."""
         session = self._session
         weight, loss = doubles.tolist()[:HEAD]
-        values = sums[: 2 * len(session.log_names)].tolist() if session.log_names else []
-        logs = {
-            name: values[2 * at] / values[2 * at + 1] for at, name in enumerate(session.log_names) if values[2 * at + 1]
-        }
+        names = session.progress.log_names
+        values, rest = sums[: 2 * len(names)].tolist() if names else [], sums[2 * len(names) :]
+        logs = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
         if not weight > 0.0:
             raise ConfigError(
                 f"the weight of step {self.number + 1} is {weight:g} over all workers; a step must have some weight"
@@ -664,15 +654,15 @@ class Step:
         loss /= weight
         if loss - loss != 0.0:
             raise self._not_finite(f"the loss is {loss}")
-        session.buffers.set_known(Totals(sums[2 * len(session.log_names) :], doubles[HEAD:]))
+        session.buffers.set_known(Totals(rest, doubles[HEAD:]))
         if agree:
             logs.update(self._agree())
         session.buffers.settle()
         for text in session.buffers.notices():
             session.channel.emit(Notice(step=self.number + 1, text=text))
-        return Update(loss, weight, None, logs)
+        return Update(loss, weight, None, session.progress.means(logs))
 
-    def _agree(self) -> dict[str, float]:
+    def _agree(self) -> Sums:
         """Some worker has a new name in its logs or a buffer that never changed before: tell all, once."""
         session = self._session
         mine = {
@@ -680,23 +670,14 @@ class Step:
             "buffers": [tuple(change) for change in session.buffers.changes],
             "draws": session.keyed.news(),
         }
-        logs: dict[str, list[float]] = {}
-        changes: list[Change] = []
         # in order of rank, hence of positions: the sums do not depend on the number of workers
         all_told = session.gather_for(f"what step {self.number + 1} has to agree on", mine)
-        for told in all_told:
-            for _, name, total, weight in told["logs"]:
-                entry = logs.setdefault(name, [0.0, 0.0])
-                entry[0] += total
-                entry[1] += weight
-            changes += [Change(*change) for change in told["buffers"]]
         unit = session.keyed.unit
         session.proof.agree([told["draws"] for told in all_told], self.number)
         self._per = session.keyed.unit / unit
-        session.weigh_in(self._per)
-        session.log_names = [*session.log_names, *sorted(logs)]
-        session.buffers.learn(changes)
-        return {name: total / weight for name, (total, weight) in logs.items()}
+        session.progress.weigh_in(self._per)
+        session.buffers.learn([Change(*change) for told in all_told for change in told["buffers"]])
+        return summed(entry[1:] for told in all_told for entry in told["logs"])
 
     def _set_gradients(self, trained: Trained, used: list[float], weight: float) -> None:
         """Make sums means. A parameter that no worker used has no gradient, as in one process."""
@@ -787,26 +768,14 @@ class Step:
         if self._batches is None:
             self._loop.take(self.span)
         session.samples += len(self._loop.own(self.samples))
-        session.committed(self.number + 1, update, self._per)
-        if update is not None:
-            done = StepDone(
-                step=session.step,
-                epoch=self.epoch,
-                loss=update.loss,
-                samples=self.samples,
-                rates=session.rates(self._rates),
-                norm=update.norm,
-                logs=update.logs,
-                traffic=session.step_traffic(),
-            )
-            session.inspection.before_telling()
-            session.channel.emit(done)
-            session.inspection.after_telling()
+        events = session.committed(self.span, update, self._rates, self._per)
+        session.inspection.before_telling()
+        for event in events:
+            session.channel.emit(event)
+        session.inspection.after_telling()
         if session.standing is not None:
             session.standing.committed(self.number, self._shares, session.digest)
             session.standing.fault("commit", self.number)
-        if self.span.stop == self._loop.course.size:
-            session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         if self._pace:
             self._loop.heard(self._pace, self.number + 1)
         return update
