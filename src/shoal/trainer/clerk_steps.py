@@ -19,6 +19,7 @@ from shoal.core.events import AnyEvent, Notice
 from shoal.core.following import Following, follows
 from shoal.core.progress import Update, evaluated, summed
 from shoal.layouts.single import Change
+from shoal.syncs.applying import clipping
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
 from shoal.syncs.server.messages import FIRST_SERVER, MOST_KEPT, Lease
@@ -209,7 +210,7 @@ class Steps:
         scale = passage.factor
         if self._setup.clip is not None:
             passage.norm = norm
-            scale *= min(1.0, self._setup.clip / (norm + 1e-6))
+            scale *= clipping(norm, self._setup.clip)
         self._apply(passage, scale)
 
     def _follows(self, version: int) -> Following:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
@@ -16,6 +17,7 @@ from shoal.core.following import Facts, follows, is_best
 from shoal.core.progress import evaluated, figures_of
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
+from shoal.syncs.applying import Applier, Average
 from shoal.trainer.after_step import AfterStep, do_after_step
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
@@ -62,34 +64,6 @@ class Recipe:
         """Of a run with this recipe, for what follows a step; nothing of its checkpoints."""
         every = None if self.eval_data is None else self.eval_every or self.steps_per_epoch
         return Facts(step, self.total_steps, self.steps_per_epoch, every, evaluated, stopping=stopping)
-
-
-class Average:
-    """An exponential moving average of a model's floating-point parameters."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._decay = decay
-        self._params = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
-        self.values = [param.detach().clone() for _, param in self._params]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.values, [param.detach() for _, param in self._params], 1.0 - self._decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the average with the weights; again to undo."""
-        for (_, param), value in zip(self._params, self.values, strict=True):
-            weights = param.detach().clone()
-            param.copy_(value)
-            value.copy_(weights)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: value for (name, _), value in zip(self._params, self.values, strict=True)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for (name, _), value in zip(self._params, self.values, strict=True):
-            value.copy_(state[name])
 
 
 MOST_BESTS = 20
@@ -155,10 +129,11 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
         text = f"there is nothing left to train: the checkpoint is at step {session.resumed_step} of "
         text += f"{recipe.total_steps}; for more, raise epochs= or steps="
         session.channel.emit(Notice(step=session.resumed_step, text=text))
-    stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
+    applier = Applier(optimizer, schedule, average)
+    by_evaluations = applier.by_loss and recipe.eval_data is not None
     if recipe.eval_data is not None:
         session.compare_data(recipe.eval_data, "eval_data")
-    evaluation = _Evaluation(session, model, recipe, average, record, schedule if stepped_on_eval else None)
+    evaluation = _Evaluation(session, model, recipe, applier, record)
     try:
         for step in session.steps(
             recipe.data,
@@ -176,14 +151,11 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             for batch in step:
                 step.compute(recipe.loss, model, batch)
             if not step.overtaken:
-                update = step.apply(optimizer, clip=recipe.clip)
+                update = step.apply(applier, clip=recipe.clip)
                 if recipe.after_step is not None:
                     # before the average: what it changes is what counts
                     do_after_step(recipe.after_step, model, seed=session.seed, step=step.number)
-                if average is not None:
-                    average.update()
-                if schedule is not None and not stepped_on_eval:
-                    schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
+                applier.end(nan if by_evaluations else update.loss)
             step.commit()
             if session.step == recipe.total_steps:
                 # before this step is checkpointed
@@ -252,10 +224,6 @@ def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
     return schedule
 
 
-def _wants_metric(schedule: Any) -> bool:
-    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
 def _refuse_not_finite(model: nn.Module, session: Session) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and not torch.isfinite(param).all():
@@ -274,17 +242,14 @@ class _Evaluation:
         session: Session,
         model: nn.Module,
         recipe: Recipe,
-        average: Average | None,
+        applier: Applier,
         record: Record,
-        schedule: Any | None,
     ) -> None:
-        """`schedule` is one that is stepped on the loss of evaluations."""
         self._session = session
         self._model = model
         self._recipe = recipe
-        self._average = average
+        self._applier = applier
         self._record = record
-        self._schedule = schedule
         self._part: Part | None = None
 
     def due(self, stopping: str | None) -> bool:
@@ -314,8 +279,7 @@ class _Evaluation:
         self._forget_lost_bests()
         if record.take(session.step, metrics):
             session.checkpoint_best()
-        if self._schedule is not None:
-            self._schedule.step(metrics["loss"])
+        self._applier.evaluated(metrics["loss"])
         assert session.course is not None
         session.channel.decide(evaluated(session.course, session.step, metrics))
         session.guard(session.agree_on_stop)
@@ -326,7 +290,7 @@ class _Evaluation:
         session.enter(Phase.EVALUATE)
         if session.standing is not None:
             session.standing.fault("evaluate", session.step - 1)
-        return evaluate_average(evaluator, self._model, self._average)
+        return evaluate_average(evaluator, self._model, self._applier.average)
 
     def _forget_lost_bests(self) -> None:
         """One that was being saved when the worker that saved it died is not there: the one before it counts again."""

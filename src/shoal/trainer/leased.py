@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
 from shoal.elastic.board import Place
 from shoal.layouts.single import Change, uses_batch_statistics
+from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
@@ -252,10 +254,13 @@ class LeaseStep(Step):
         """Sums and weights by name."""
         return summed(entry[1:] for entry in self._new_logs)
 
+    @property
+    def _mean_loss(self) -> float:
+        return self._loss / self._weight if self._weight > 0.0 else self._loss
+
     def refuse_not_finite(self) -> None:
-        loss = self._loss / self._weight if self._weight > 0.0 else self._loss
-        if loss - loss != 0.0:
-            raise self._not_finite(f"the loss is {loss}")
+        if not isfinite(self._mean_loss):
+            raise self._not_finite(f"the loss is {self._mean_loss}")
 
     def normalise(self, clip: float | None) -> None:
         """Make the gradient the mean over these samples, and clip that."""
@@ -265,15 +270,11 @@ class LeaseStep(Step):
         factor = self.samples / self._weight if self._weight > 0.0 else 0.0
         if self._session.tables is not None:
             grads += self._session.tables.gradients()
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        if clip is None or not grads:
-            return
-        norm = float(torch.nn.utils.get_total_norm(grads))
-        torch._foreach_mul_(grads, min(1.0, clip / (norm + 1e-6)))
-        if norm - norm != 0.0:
-            loss = self._loss / self._weight if self._weight > 0.0 else self._loss
-            raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {norm}")
+        gradients = OwnGradients(grads)
+        gradients.place(factor)
+        if clip is not None:
+            norm = self._norm(gradients, self._mean_loss)
+            gradients.place(clipping(norm, clip, gradients.precision))
 
     def _culprit(self) -> tuple[int | None, range, list[int]]:
         return self._session.seat, self.own, self._strange_samples()

@@ -19,6 +19,7 @@ from shoal.core.errors import CheckpointMismatch
 from shoal.core.progress import Progress
 from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
+from shoal.syncs.applying import Applier
 from shoal.syncs.server.optimizers import join
 from shoal.trainer.fit import Recipe, Record
 from shoal.trainer.replan import new_length
@@ -103,7 +104,7 @@ class Story:
         if start is not None:
             self.buffers.resume(start.buffers, start.counts)
         self._parcel: tuple[bytes | memoryview, ...] | None = None
-        self.steps_on_eval = recipe.eval_data is not None and _goes_by_metric(setup)
+        self.steps_on_eval = recipe.eval_data is not None and _goes_by_loss(setup)
         """Whether the schedule is one that is stepped on the loss of evaluations."""
 
     def learn(self, samples: int, buffers: Sequence[Change]) -> None:
@@ -252,11 +253,9 @@ def replanned(setup: Setup, planned: int | None) -> str | None:
     return new_length(schedule, schedule.state_dict(), setup.schedule_state, planned, setup.total)
 
 
-def _goes_by_metric(setup: Setup) -> bool:
-    if setup.make_schedule is None:
-        return False
-    schedule = setup.make_schedule(_stand_in(setup.optimizer.state_dict()["param_groups"]))
-    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+def _goes_by_loss(setup: Setup) -> bool:
+    stand_in = _stand_in(setup.optimizer.state_dict()["param_groups"])
+    return setup.make_schedule is not None and Applier(stand_in, setup.make_schedule(stand_in)).by_loss
 
 
 def _stand_in(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

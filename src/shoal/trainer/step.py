@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
@@ -32,7 +32,7 @@ from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
-from shoal.syncs.updating import rates_of, update
+from shoal.syncs.applying import Applier, OwnGradients, clipping
 from shoal.trainer.configure import spelt
 from shoal.trainer.device import moved
 from shoal.trainer.keyed import Judgement
@@ -559,13 +559,15 @@ class Step:
     # -- the update ----------------------------------------------------------------------------------------------------
 
     @spelt
-    def apply(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> Update:
+    def apply(self, optimizer: torch.optim.Optimizer | Applier, *, clip: float | None = None) -> Update:
         """Sum the gradients over all workers and let `optimizer` apply them to its parameters.
 
         After the backward passes of a phase, each of several optimizers may be applied once.
         """
         if not self._in_phase or not self._complete:
             raise ConfigError("step.apply(optimizer) belongs after `for batch in step:` has gone through all batches")
+        applier = optimizer if isinstance(optimizer, Applier) else Applier(optimizer)
+        optimizer = applier.optimizer
         if id(optimizer) in self._applied:
             raise ConfigError(
                 "step.apply: this optimizer was applied already; iterate the step again for another phase"
@@ -588,16 +590,21 @@ class Step:
             if first:
                 self._update = self._settle(sums, doubles, agree=told[_AGREE] > 0)
         assert self._update is not None
-        self._set_gradients(trained, told[FLAGS + session.workers :], self._update.weight)
+        gradients = self._gradients(trained, told[FLAGS + session.workers :])
         for param in trained.frozen:
             param.grad = None  # thawed while the step was computed: it takes part from the next one on
-        norm = self._clip(trained.params, clip, self._update) if clip is not None else None
+        # sums are made means
+        scale = 1.0 if trained.exchange.weighs else self.samples / self._update.weight
+        norm, clipped = None, 1.0
+        if clip is not None:
+            gradients.place(scale)
+            norm = self._norm(gradients, self._update.loss)
+            scale = clipped = clipping(norm, clip, gradients.precision)
         self._count_exchange()
         session.before_change()
         # now: a schedule may be stepped before the step is told
-        self._rates[id(optimizer)] = rates_of(optimizer)
-        with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
-            update(optimizer)
+        self._rates[id(optimizer)] = applier.rates()
+        applier.apply(gradients, scale, within=trained.exchange.applying(clipped))
         self._update = self._update._replace(norm=norm)
         return self._update
 
@@ -679,21 +686,19 @@ class Step:
         session.buffers.learn([Change(*change) for told in all_told for change in told["buffers"]])
         return summed(entry[1:] for told in all_told for entry in told["logs"])
 
-    def _set_gradients(self, trained: Trained, used: list[float], weight: float) -> None:
-        """Make sums means. A parameter that no worker used has no gradient, as in one process."""
+    def _gradients(self, trained: Trained, used: list[float]) -> OwnGradients:
+        """A parameter that no worker used has none, as in one process."""
         for (_, param), on in zip(trained.params, used, strict=True):
             if not on:
                 param.grad = None
-        if weight != self.samples and not trained.exchange.weighs:
-            grads = [param.grad for _, param in trained.params if param.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, self.samples / weight)
+        return OwnGradients([param.grad for _, param in trained.params])
 
-    def _clip(self, params: list[tuple[str, nn.Parameter]], clip: float, update: Update) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_([param for _, param in params], clip))
-        if norm - norm != 0.0:
-            raise self._not_finite(f"the loss is {update.loss:g}, but the norm of its gradient is {norm}")
-        return norm
+    def _norm(self, gradients: OwnGradients, loss: float) -> float:
+        """Raises `NotFiniteError` if it is no number to go on with."""
+        measured = Applier.measure(gradients)
+        if not measured.finite:
+            raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {measured.norm}")
+        return measured.norm
 
     def _not_finite(self, what: str) -> NotFiniteError:
         """Which worker, which parameter. Every worker comes here, from the same summed values."""

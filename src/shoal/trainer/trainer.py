@@ -26,6 +26,7 @@ from shoal.engines.places import read_lab
 from shoal.engines.program import origin
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
+from shoal.syncs.applying import Average
 from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
@@ -47,7 +48,7 @@ from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
-from shoal.trainer.fit import Average, Recipe, evaluate_average, train
+from shoal.trainer.fit import Recipe, evaluate_average, train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
