@@ -6,8 +6,8 @@ In two phases. `Applier.measure` is what one owner has to say of its gradients; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite, isnan, sqrt
 from typing import Any, NamedTuple, Protocol
 
@@ -77,7 +77,7 @@ class Average:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the average with the weights; again to undo."""
+        """Exchange the average with the weights; again to undo. See `averaged`."""
         for (_, param), value in zip(self._params, self.values, strict=True):
             weights = param.detach().clone()
             param.copy_(value)
@@ -89,6 +89,18 @@ class Average:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for (name, _), value in zip(self._params, self.values, strict=True):
             value.copy_(state[name])
+
+
+@contextmanager
+def averaged(average: Average | None) -> Iterator[None]:
+    """Within, the model has the average of its weights, where there is one."""
+    if average is not None:
+        average.swap()
+    try:
+        yield
+    finally:
+        if average is not None:
+            average.swap()
 
 
 class Applier:

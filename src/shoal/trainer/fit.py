@@ -17,7 +17,7 @@ from shoal.core.following import Facts, follows, is_best
 from shoal.core.progress import evaluated, figures_of
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
-from shoal.syncs.applying import Applier, Average
+from shoal.syncs.applying import Applier, Average, averaged
 from shoal.trainer.after_step import AfterStep, do_after_step
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
@@ -57,8 +57,10 @@ class Recipe:
     most_workers: int = 1
     """As many as there may ever be."""
 
-    def eval_batch(self, workers: int) -> int:
-        return self.micro_batch or max(1, -(-self.batch_size // workers))
+    def part(self, session: Session, data: Any, name: str, workers: int) -> Part:
+        """What of `data` this worker, one of so many, evaluates."""
+        batch = self.micro_batch or max(1, -(-self.batch_size // workers))
+        return Part(session, data, self.collate, batch=batch, data_workers=self.data_workers, name=name)
 
     def facts(self, step: int, evaluated: int, stopping: str | None) -> Facts:
         """Of a run with this recipe, for what follows a step; nothing of its checkpoints."""
@@ -259,14 +261,7 @@ class _Evaluation:
     def run(self) -> None:
         recipe, record, session = self._recipe, self._record, self._session
         if self._part is None:
-            self._part = Part(
-                session,
-                recipe.eval_data,
-                recipe.collate,
-                batch=recipe.eval_batch(session.workers),
-                data_workers=recipe.data_workers,
-                name="eval_data",
-            )
+            self._part = recipe.part(session, recipe.eval_data, "eval_data", session.workers)
         evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
         metrics = None
         while metrics is None:
@@ -290,7 +285,8 @@ class _Evaluation:
         session.enter(Phase.EVALUATE)
         if session.standing is not None:
             session.standing.fault("evaluate", session.step - 1)
-        return evaluate_average(evaluator, self._model, self._applier.average)
+        with averaged(self._applier.average):
+            return evaluator.run(self._model)
 
     def _forget_lost_bests(self) -> None:
         """One that was being saved when the worker that saved it died is not there: the one before it counts again."""
@@ -303,14 +299,3 @@ class _Evaluation:
     def close(self) -> None:
         if self._part is not None:
             self._part.close()
-
-
-def evaluate_average(evaluator: Evaluator, model: nn.Module, average: Average | None) -> dict[str, float]:
-    """Evaluate the average of the weights where there is one, else the weights."""
-    if average is None:
-        return evaluator.run(model)
-    average.swap()
-    try:
-        return evaluator.run(model)
-    finally:
-        average.swap()

@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import CheckpointMismatch
 from shoal.core.progress import Progress
 from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
@@ -23,7 +22,7 @@ from shoal.syncs.applying import Applier
 from shoal.syncs.server.optimizers import join
 from shoal.trainer.fit import Recipe, Record
 from shoal.trainer.replan import new_length
-from shoal.trainer.restore import restore
+from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.soundness import refuse_not_finite
 from shoal.trainer.tables import load_tables
 
@@ -33,34 +32,20 @@ if TYPE_CHECKING:
     from shoal.trainer.saving import Saving
 
 
-@dataclass
-class Resumed:
+class Resumed(NamedTuple):
     """Where a run goes on: what its checkpoint says besides weights, optimizer and schedule."""
 
     record: Record
-    logs: list[str]
-    buffers: list[int]
-    """Numbers of those that change; their values are in the model."""
-    counts: dict[str, list[Any]]
-    """What was found out about those of whole numbers."""
-    epoch: list[float]
+    session: Mapping[str, Any]
+    """See `session_tree`. The values of buffers are in the model."""
 
 
 def resumed(loaded: Loaded, setup: Setup) -> Resumed:
     """Read it. Raises `CheckpointMismatch` if the checkpoint is of another course through the data."""
-    saved = loaded.trees["session"]
-    here = {"size": setup.course.size, "batch": setup.course.batch, "seed": setup.seed}
-    differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
-    if differing:
-        raise CheckpointMismatch(
-            f"the checkpoint at step {saved['step']} is of another course through the data ({'; '.join(differing)}), "
-            "so its position would mean other samples; use the same data, batch_size and seed, or start a new run "
-            "from its weights"
-        )
+    refuse_other_course(loaded.trees["session"], setup.course, setup.seed)
     record = Record()
     restore("record", record, loaded)
-    counts = dict(saved.get("counts") or {})
-    return Resumed(record, list(saved["logs"]), list(saved["buffers"]), counts, list(saved["epoch"]))
+    return Resumed(record, loaded.trees["session"])
 
 
 @dataclass
@@ -68,10 +53,8 @@ class Snapshot:
     """A version that servers keep, and what belongs to it."""
 
     version: int
-    epoch: list[float]
-    logs: list[str]
-    known: list[int]
-    counts: dict[str, list[Any]]
+    session: dict[str, Any]
+    """See `session_tree`."""
     buffers: dict[str, Tensor]
     """Those that change, by name."""
     values: dict[int, Tensor]
@@ -96,13 +79,13 @@ class Story:
     """What the loop of a run remembers: losses, buffers, evaluations. All of it is in every checkpoint."""
 
     def __init__(self, setup: Setup, recipe: Recipe, model: nn.Module, start: Resumed | None) -> None:
-        self._model = model
+        self._setup, self._model = setup, model
         self.record = Record() if start is None else start.record
-        self.progress = Progress() if start is None else Progress(start.logs, start.epoch)
+        self.progress = Progress() if start is None else Progress(start.session["logs"], start.session["epoch"])
         self.buffers = Buffers([model])
         self.buffers.use(recipe.buffers)
         if start is not None:
-            self.buffers.resume(start.buffers, start.counts)
+            self.buffers.resume(start.session["buffers"], start.session.get("counts"))
         self._parcel: tuple[bytes | memoryview, ...] | None = None
         self.steps_on_eval = recipe.eval_data is not None and _goes_by_loss(setup)
         """Whether the schedule is one that is stepped on the loss of evaluations."""
@@ -129,9 +112,8 @@ class Story:
         numbers = {id(self.buffers._value(number)): number for number in values}
         named = self._model.named_buffers(remove_duplicate=False)
         names = {name: values[numbers[id(buffer)]] for name, buffer in named if id(buffer) in numbers}
-        known, counts = list(self.buffers.known), self.buffers.counts()
-        epoch, logs = list(self.progress.epoch), list(self.progress.log_names)
-        return Snapshot(version, epoch, logs, known, counts, names, values, save, evaluate)
+        session = session_tree(version, self._setup.course, self._setup.seed, self.progress, self.buffers)
+        return Snapshot(version, session, names, values, save, evaluate)
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
@@ -223,17 +205,7 @@ class Keeping:
             if snapshot.metric is not None:
                 trees["schedule"] = _stepped(setup, optimizer, first["schedule"], snapshot.metric)
         trees["record"] = copy.deepcopy(self._story.record.state_dict())
-        trees["session"] = {
-            "loop": 0,
-            "step": snapshot.version,
-            "seed": setup.seed,
-            "size": setup.course.size,
-            "batch": setup.course.batch,
-            "logs": snapshot.logs,
-            "buffers": snapshot.known,
-            "counts": snapshot.counts,
-            "epoch": snapshot.epoch,
-        }
+        trees["session"] = snapshot.session
         return trees
 
 

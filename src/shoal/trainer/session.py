@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, ConfigError
+from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, Notice, WorkerSeen
 from shoal.core.following import STOPPED, Facts, Following, follows
 from shoal.core.progress import Progress, Update
@@ -51,7 +51,7 @@ from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
 from shoal.trainer.proof.proof import Proof
 from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.trainer.replica import Replica
-from shoal.trainer.restore import restore
+from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.same_data import SameData
 from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
@@ -709,15 +709,7 @@ class Session:
                 f"resume: the checkpoint is at step {saved['step']}, and nothing is tracked that could have its state; "
                 "call session.track(...) before session.steps, or start without resume"
             )
-        here = {"size": course.size, "batch": course.batch, "seed": self.seed}
-        differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
-        if differing:
-            raise CheckpointMismatch(
-                f"the checkpoint at step {saved['step']} is of another course through the data "
-                f"({'; '.join(differing)}), so its "
-                "position would mean other samples; use the same data, batch_size and seed, or start a new run "
-                "from its weights"
-            )
+        refuse_other_course(saved, course, self.seed)
         self.step = saved["step"]
         self.progress = Progress(saved["logs"], saved["epoch"])
         self.buffers.resume(saved["buffers"], saved.get("counts"))
@@ -818,18 +810,8 @@ class Session:
         """All state of the run that is the same on every worker."""
         assert self.course is not None
         trees = self._replica.trees()
-        trees["session"] = {
-            "loop": self._loop,
-            "step": self.step,
-            "seed": self.seed,
-            "size": self.course.size,
-            "batch": self.course.batch,
-            "logs": self.progress.log_names,
-            "buffers": self.buffers.known,
-            "draws": self.keyed.tree(),
-            "counts": self.buffers.counts(),
-            "epoch": self.progress.epoch,
-        }
+        trees["session"] = session_tree(self.step, self.course, self.seed, self.progress, self.buffers, self._loop)
+        trees["session"]["draws"] = self.keyed.tree()
         return trees
 
     def _save(self, totals: Totals | None = None) -> None:

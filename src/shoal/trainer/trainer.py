@@ -26,7 +26,7 @@ from shoal.engines.places import read_lab
 from shoal.engines.program import origin
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
-from shoal.syncs.applying import Average
+from shoal.syncs.applying import Average, averaged
 from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
@@ -48,7 +48,7 @@ from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, join, predict_part
-from shoal.trainer.fit import Recipe, evaluate_average, train
+from shoal.trainer.fit import Recipe, train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
@@ -579,7 +579,8 @@ class Trainer(Configured):
             part = self._part(session, data)
             try:
                 evaluator = Evaluator(session, part, recipe.loss, recipe.predict, recipe.metrics)
-                return evaluate_average(evaluator, model, self._average())
+                with averaged(self._average()):
+                    return evaluator.run(model)
             finally:
                 part.close()
 
@@ -602,23 +603,17 @@ class Trainer(Configured):
         def body(session: Session) -> Any:
             model.to(session.device)
             part = self._part(session, data)
-            average = self._average()
             try:
-                if average is not None:
-                    average.swap()
-                return predict_part(session, part, model, predict)
+                with averaged(self._average()):
+                    return predict_part(session, part, model, predict)
             finally:
-                if average is not None:
-                    average.swap()
                 part.close()
 
         return join([output for outputs in self._run(body) for output in outputs])
 
     def _part(self, session: Session, data: Any) -> Part:
-        recipe = self.recipe
         session.compare_data(data, "data")
-        batch = recipe.eval_batch(session.workers)
-        return Part(session, data, recipe.collate, batch=batch, data_workers=recipe.data_workers, name="data")
+        return self.recipe.part(session, data, "data", session.workers)
 
     def _average(self) -> Average | None:
         if self.average is None or self.recipe.ema is None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.syncs.applying import Applier, Measured
+from shoal.syncs.applying import Applier
 from shoal.syncs.server import optimizers
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.used import is_used
@@ -108,9 +108,6 @@ class Stepper:
                 torch.mul(run.of(gradient), scale, out=run.of(into))
             elif into is not gradient:
                 run.of(into).copy_(run.of(gradient))
-
-    def measure(self, total: Tensor, used: bytes) -> Measured:
-        return self.applier.measure(Lying(self, total, used))
 
     def square(self, total: Tensor, used: bytes) -> float:
         """The squared norm, in double precision; not finite if any number of it is not."""
