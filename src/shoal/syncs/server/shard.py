@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.core.errors import AuditError, ShoalError
 from shoal.syncs.server.messages import Apply, Lease, Record
 from shoal.syncs.server.setup import Setup
-from shoal.syncs.server.stepping import Lying, Stepper
+from shoal.syncs.server.stepping import ShardGradients, Stepper
 from shoal.syncs.server.used import either, used_bytes
 
 
@@ -166,7 +166,8 @@ class Holding:
 
     def norm(self, step: int) -> float:
         """The squared norm of the sum, in double precision; not finite if any of its numbers is not."""
-        return self._stepper.applier.measure(Lying(self._stepper, self.sum_of(step), self._opened(step).used)).square
+        gradients = ShardGradients(self._stepper, self.sum_of(step), self._opened(step).used)
+        return self._stepper.applier.measure(gradients).square
 
     def sum_of(self, step: int) -> Tensor:
         """The sum of the step so far, where it lies."""

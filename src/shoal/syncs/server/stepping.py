@@ -50,7 +50,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class Lying(NamedTuple):
+class ShardGradients(NamedTuple):
     """Gradients in memory that is laid out as the shard; `mine`: it may be changed."""
 
     stepper: Stepper
@@ -127,7 +127,7 @@ class Stepper:
     ) -> None:
         """An optimizer step with gradient × scale, at these learning rates if given; `mine`: it may be changed."""
         try:
-            self.applier.apply(Lying(self, gradient, used, mine), scale, rates=rates)
+            self.applier.apply(ShardGradients(self, gradient, used, mine), scale, rates=rates)
         finally:
             for param in self._params:
                 if param is not None:
