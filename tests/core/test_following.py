@@ -13,25 +13,24 @@ NOTHING: dict[str, bool] = {}
 
 
 def done(step: int, **facts: Any) -> Facts:
-    """A run of three epochs of ten steps."""
-    return Facts(step, 30, 10, **facts)
+    """In a run of thirty steps."""
+    return Facts(step, 30, **facts)
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         (done(7), NOTHING),
-        (done(10), {"ends_epoch": True}),
-        (done(30), {"ends_epoch": True, "save": True, "ends": True}),
+        (done(30), {"save": True, "ends": True}),
         # evaluations
-        (done(0, eval_every=5), {"ends_epoch": True}),
+        (done(0, eval_every=5), NOTHING),
         (done(4, eval_every=5), NOTHING),
         (done(5, eval_every=5), {"evaluate": True}),
         (done(5, eval_every=5, evaluated=5), NOTHING),
-        (done(10, eval_every=5, evaluated=5), {"ends_epoch": True, "evaluate": True}),
-        (done(10, eval_every=20), {"ends_epoch": True}),
-        (done(30, eval_every=7, evaluated=28), {"ends_epoch": True, "evaluate": True, "save": True, "ends": True}),
-        (done(30, eval_every=7, evaluated=30), {"ends_epoch": True, "save": True, "ends": True}),
+        (done(10, eval_every=5, evaluated=5), {"evaluate": True}),
+        (done(10, eval_every=20), NOTHING),
+        (done(30, eval_every=7, evaluated=28), {"evaluate": True, "save": True, "ends": True}),
+        (done(30, eval_every=7, evaluated=30), {"save": True, "ends": True}),
         # checkpoints
         (done(3, save_every=4), NOTHING),
         (done(4, save_every=4), {"save": True}),
@@ -47,7 +46,7 @@ def done(step: int, **facts: Any) -> Facts:
         # nobody would resume a run that is over
         (
             done(30, eval_every=5, stopping=PREEMPTED),
-            {"ends_epoch": True, "evaluate": True, "save": True, "ends": True},
+            {"evaluate": True, "save": True, "ends": True},
         ),
     ],
 )
@@ -58,18 +57,16 @@ def test_what_follows_a_step(facts: Facts, expected: dict[str, bool]) -> None:
 
 
 def test_every_step_of_a_run_is_evaluated_once_and_saved_where_it_should_be() -> None:
-    evaluated, saved, epochs = 0, [], []
-    evaluations = []
+    evaluated, evaluations, saved = 0, [], []
     for step in range(1, 31):
         told = follows(done(step, eval_every=8, evaluated=evaluated, save_every=9))
         if told.evaluate:
             evaluations.append(step)
             evaluated = step
         saved += [step] if told.save else []
-        epochs += [step] if told.ends_epoch else []
         assert told.ends == (step == 30)
         assert not follows(done(step, eval_every=8, evaluated=evaluated)).evaluate
-    assert (evaluations, saved, epochs) == ([8, 16, 24, 30], [9, 18, 27, 30], [10, 20, 30])
+    assert (evaluations, saved) == ([8, 16, 24, 30], [9, 18, 27, 30])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_an_evaluation_belongs_to_the_epoch_of_its_step(step: int, epoch: int) -
     [(6, None, "complete"), (6, STOPPED, "complete"), (5, STOPPED, STOPPED), (6, INTERRUPTED, INTERRUPTED)],
 )
 def test_a_run_ends_with_a_reason(step: int, stopping: str | None, reason: str) -> None:
-    ended = Progress(epoch=[3.0, 2.0]).ended(Facts(step, 6, 3, stopping=stopping), {"loss": 0.5})
+    ended = Progress(epoch=[3.0, 2.0]).ended(Facts(step, 6, stopping=stopping), {"loss": 0.5})
     assert (ended.step, ended.loss, ended.metrics, ended.reason) == (step, 1.5, {"loss": 0.5}, reason)
     early = None if reason == "complete" else reason
     assert figures_of(ended) == {"loss": 1.5, "metrics": {"loss": 0.5}, "steps": step, "stopping": early}

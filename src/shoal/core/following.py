@@ -1,4 +1,4 @@
-"""What follows a step: whether it is evaluated and checkpointed, and whether an epoch or the run ends with it.
+"""What follows a step: whether it is evaluated and checkpointed, and whether the run ends with it.
 
 One pure function for every sync: whoever has the same facts comes to the same.
 """
@@ -20,7 +20,6 @@ class Facts(NamedTuple):
     step: int
     """Steps done."""
     total: int
-    steps_per_epoch: int
     eval_every: int | None = None
     """None where nothing is evaluated."""
     evaluated: int = 0
@@ -38,7 +37,6 @@ class Facts(NamedTuple):
 class Following(NamedTuple):
     """What is to be done, in this order."""
 
-    ends_epoch: bool
     evaluate: bool
     save: bool
     ends: bool
@@ -56,7 +54,7 @@ def follows(facts: Facts) -> Following:
     hurry = facts.stopping in (PREEMPTED, INTERRUPTED) and step < total
     evaluate = 0 < step != facts.evaluated and not hurry and _falls_on(step, total, facts.eval_every)
     due = facts.overdue or (facts.save_every is not None and step % facts.save_every == 0)
-    return Following(step % facts.steps_per_epoch == 0, evaluate, due or facts.best or ends, ends)
+    return Following(evaluate, due or facts.best or ends, ends)
 
 
 def _falls_on(step: int, total: int, every: int | None) -> bool:

@@ -65,7 +65,7 @@ class Recipe:
     def facts(self, step: int, evaluated: int, stopping: str | None) -> Facts:
         """Of a run with this recipe, for what follows a step; nothing of its checkpoints."""
         every = None if self.eval_data is None else self.eval_every or self.steps_per_epoch
-        return Facts(step, self.total_steps, self.steps_per_epoch, every, evaluated, stopping=stopping)
+        return Facts(step, self.total_steps, every, evaluated, stopping=stopping)
 
 
 MOST_BESTS = 20

@@ -773,8 +773,9 @@ class Session:
     def _follows(self, step: int, save_every: int | None, overdue: bool) -> Following:
         """What follows a step of the loop under way, besides an evaluation."""
         assert self._running is not None
-        facts = Facts(step, self._running.total, self._running.course.steps_per_epoch, stopping=self.stopping)
-        return follows(facts._replace(save_every=save_every, overdue=overdue, best=self._best))
+        best, stopping = self._best, self.stopping
+        facts = Facts(step, self._running.total, save_every=save_every, overdue=overdue, best=best, stopping=stopping)
+        return follows(facts)
 
     def _pool(self) -> Totals | None:
         """The sums over all workers of what they have still to send; None if it cannot be had.
