@@ -13,14 +13,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self
 
 from shoal.core.events import AnyEvent, Notice, Scale, Stop, WorkerSeen
+from shoal.core.following import INTERRUPTED as INTERRUPTED
+from shoal.core.following import PREEMPTED as PREEMPTED
+from shoal.core.following import STOPPED as STOPPED
 from shoal.trainer.messages import Decided, Happened, StopAsked, decode_down, encode
 from shoal.wire.link import Link, LinkClosed
-
-PREEMPTED = "preempted"
-INTERRUPTED = "interrupted"
-STOPPED = "stopped"
-REASONS = (PREEMPTED, INTERRUPTED, STOPPED)
-"""Why a run may end early. Each has a flag in every step's exchange, so that all workers stop after the same step."""
 
 _FLUSH_SECONDS = 0.1
 _HELD_SECONDS = 0.5
@@ -39,7 +36,7 @@ class Channel(Protocol):
         """Tell, and wait until all who watch have had a chance to ask for a stop."""
 
     def stop_asked(self) -> str | None:
-        """One of `REASONS`, once somebody has asked."""
+        """One of `following.REASONS`, once somebody has asked."""
 
     def flush(self) -> None:
         """Send what `emit` has held back. Any thread, where that is over a link."""

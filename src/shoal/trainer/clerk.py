@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import Notice, RunEnded
+from shoal.core.progress import figures_of
 from shoal.core.spec import MOST_SERVERS
 from shoal.data.parcel import unseal
 from shoal.layouts.single import Change
@@ -23,7 +24,6 @@ from shoal.monitor.wording import counted
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
 from shoal.syncs.server.messages import FIRST_SERVER, Lease
-from shoal.trainer.channel import STOPPED
 from shoal.trainer.clerk_places import Places
 from shoal.trainer.clerk_steps import BooksDiffer, Hands, Part, Steps
 from shoal.trainer.leased import least_samples
@@ -86,7 +86,7 @@ class Clerk:
     ) -> None:
         """`model` is the supervisor's own, with what the run starts from. `hosts` are addresses by server number;
         without, those of their endpoints."""
-        self._setup, self._hands, self._model, self._facts = setup, hands, model, facts
+        self._setup, self._recipe, self._hands, self._model, self._facts = setup, recipe, hands, model, facts
         self._saving = saving
         self._book = Book(
             setup.course,
@@ -205,7 +205,7 @@ class Clerk:
         return None if self.finished else self._book.next_look(now)
 
     def stop(self, reason: str) -> None:
-        """End the run after the step in progress, checkpointed. `reason` is one of `channel.REASONS`."""
+        """End the run after the step in progress, checkpointed. `reason` is one of `following.REASONS`."""
         self._steps.stop(reason)
 
     def depart(self, seat: int, now: float, why: str = "this worker is not needed any longer") -> None:
@@ -230,15 +230,12 @@ class Clerk:
 
     def outcome(self) -> dict[str, Any]:
         """As `fit.train` returns it."""
-        stopping = self._steps.stopping
-        # asked for at the very last step, an end is no early one
-        complete = stopping == STOPPED and self.version >= self._setup.total
-        return {
-            "loss": self._story.epoch_loss,
-            "metrics": self._story.record.metrics,
-            "steps": self.version,
-            "stopping": None if complete else stopping,
-        }
+        return figures_of(self._ended())
+
+    def _ended(self) -> RunEnded:
+        record = self._story.record
+        facts = self._recipe.facts(self.version, record.evaluated, self._steps.stopping)
+        return self._story.progress.ended(facts, record.metrics)
 
     def state(self) -> nn.Module:
         """The model that the clerk was given, as it was trained, once the run is finished."""
@@ -425,9 +422,7 @@ class Clerk:
             self._hands.send(FIRST_SERVER + number, said.End())
         for seat in sorted(self._workers):
             self._hands.send(seat, said.Depart("the run is over"))
-        told = self.outcome()
-        reason = told["stopping"] or "complete"
-        self._hands.tell(RunEnded(step=self.version, loss=told["loss"], metrics=told["metrics"], reason=reason))
+        self._hands.tell(self._ended())
 
     def _tell_seen(self) -> None:
         self._hands.tell(self._steps.seen.event(self.version, self._places, self._steps.applied))

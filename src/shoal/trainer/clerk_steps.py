@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
-from shoal.core.events import AnyEvent, EpochDone, EvalDone, Notice, StepDone
+from shoal.core.events import AnyEvent, Notice
+from shoal.core.following import Following, follows
+from shoal.core.progress import Update, evaluated, summed
 from shoal.layouts.single import Change
+from shoal.syncs.applying import clipping
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
 from shoal.syncs.server.messages import FIRST_SERVER, MOST_KEPT, Lease
@@ -140,10 +143,10 @@ class Steps:
         if self.passage is not None or step is None or step >= self.final or not self._places.settled:
             return
         evaluating = self._keeping.evaluating() is not None
-        if evaluating and (self._story.steps_on_eval or self._story.belongs(step + 1, self.stopping)):
+        if evaluating and (self._story.steps_on_eval or self._follows(step + 1).evaluate):
             return
         most = 1 if self._places.waits_to_move else MOST_KEPT
-        if self._keeps(step + 1) and len(self._keeping.kept) >= most:
+        if self._follows(step + 1).kept and len(self._keeping.kept) >= most:
             return
         loss, weight = self._weigh(step, self._in_order(step))
         arrival = self._setup.spec.apply == "arrival"
@@ -207,14 +210,17 @@ class Steps:
         scale = passage.factor
         if self._setup.clip is not None:
             passage.norm = norm
-            scale *= min(1.0, self._setup.clip / (norm + 1e-6))
+            scale *= clipping(norm, self._setup.clip)
         self._apply(passage, scale)
 
-    def _keeps(self, version: int) -> bool:
-        return self._story.belongs(version, self.stopping) or self._keeping.due(version) or version == self.final
+    def _follows(self, version: int) -> Following:
+        stopping = self.stopping if version >= self.final else None
+        facts = self._recipe.facts(version, self._story.record.evaluated, stopping)
+        save_every, overdue = self._keeping.wish()
+        return follows(facts._replace(save_every=save_every, overdue=overdue))
 
     def _apply(self, passage: Passage, scale: float) -> None:
-        keep = self._keeps(passage.step + 1)
+        keep = self._follows(passage.step + 1).kept
         passage.order = said.Apply(
             passage.step,
             scale,
@@ -275,37 +281,28 @@ class Steps:
         self._book.applied(version, now)
         parts = self._in_order(passage.step)
         del self._parts[passage.step]
-        changes = [change for part in parts for change in part.buffers]
-        self._story.add(passage.step, passage.loss, passage.weight, span.samples, changes)
+        self._story.learn(span.samples, [change for part in parts for change in part.buffers])
         self.notice(self._story.buffers.notices())
-        logs = self._story.means(_sums_of_logs(parts))
+        progress = self._story.progress
+        logs = summed((name, *sums) for part in parts for name, sums in part.done.logs.items())
+        update = Update(passage.loss, passage.weight, passage.norm, progress.means(logs))
+        events = progress.committed(self._setup.course, span, update, passage.rates)
         if passage.order.keep:
-            evaluate = self._story.belongs(version, self.stopping)
-            save = self._keeping.saves and (self._keeping.due(version) or version == self.final)
-            self._keeping.kept[version] = self._story.snapshot(version, save=save, evaluate=evaluate)
-            self._keeping.kept[version].keepers = self._places.having()
+            after = self._follows(version)
+            save = self._keeping.saves and after.save
+            snapshot = self._keeping.kept[version] = self._story.snapshot(version, save=save, evaluate=after.evaluate)
+            snapshot.keepers = self._places.having()
         for part in parts:
             self.seen.pushed(part.done.lease.step - part.done.read)
-        done = StepDone(
-            step=version,
-            epoch=span.epoch,
-            loss=passage.loss,
-            samples=span.samples,
-            rates=passage.rates,
-            norm=passage.norm,
-            logs=logs,
-        )
-        self._hands.tell(done)
-        if span.stop == self._setup.course.size:
-            self._hands.tell(EpochDone(step=version, epoch=span.epoch, loss=self._story.epoch_loss))
+        for event in events:
+            self._hands.tell(event)
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
     def evaluated(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
         self._story.evaluated(snapshot, metrics)
         self._metric = snapshot.metric
-        epoch = (snapshot.version - 1) // self._recipe.steps_per_epoch
-        self._hands.tell(EvalDone(step=snapshot.version, epoch=epoch, metrics=metrics))
+        self._hands.tell(evaluated(self._setup.course, snapshot.version, metrics))
 
     def fetch(self) -> None:
         """Ask servers for what they keep, or let them forget it."""
@@ -376,12 +373,3 @@ class Steps:
     def to_servers(self, message: msgspec.Struct, numbers: set[int]) -> None:
         for number in sorted(numbers):
             self._hands.send(FIRST_SERVER + number, message)
-
-
-def _sums_of_logs(parts: Sequence[Part]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for part in parts:
-        for name, (total, weight) in part.done.logs.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + total, before[1] + weight
-    return sums

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.core import settings
 from shoal.core.errors import ConfigError, NotFiniteError
-from shoal.core.events import EvalDone, Notice, RunEnded
+from shoal.core.events import Notice
+from shoal.core.following import Facts, follows, is_best
+from shoal.core.progress import evaluated, figures_of
 from shoal.elastic.board import Phase
 from shoal.layouts.single import uses_batch_statistics
+from shoal.syncs.applying import Applier, Average, averaged
 from shoal.trainer.after_step import AfterStep, do_after_step
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn
 from shoal.trainer.metrics import Metric
 from shoal.trainer.replan import new_length
@@ -54,36 +57,15 @@ class Recipe:
     most_workers: int = 1
     """As many as there may ever be."""
 
-    def eval_batch(self, workers: int) -> int:
-        return self.micro_batch or max(1, -(-self.batch_size // workers))
+    def part(self, session: Session, data: Any, name: str, workers: int) -> Part:
+        """What of `data` this worker, one of so many, evaluates."""
+        batch = self.micro_batch or max(1, -(-self.batch_size // workers))
+        return Part(session, data, self.collate, batch=batch, data_workers=self.data_workers, name=name)
 
-
-class Average:
-    """An exponential moving average of a model's floating-point parameters."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._decay = decay
-        self._params = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
-        self.values = [param.detach().clone() for _, param in self._params]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.values, [param.detach() for _, param in self._params], 1.0 - self._decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the average with the weights; again to undo."""
-        for (_, param), value in zip(self._params, self.values, strict=True):
-            weights = param.detach().clone()
-            param.copy_(value)
-            value.copy_(weights)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: value for (name, _), value in zip(self._params, self.values, strict=True)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for (name, _), value in zip(self._params, self.values, strict=True):
-            value.copy_(state[name])
+    def facts(self, step: int, evaluated: int, stopping: str | None) -> Facts:
+        """Of a run with this recipe, for what follows a step; nothing of its checkpoints."""
+        every = None if self.eval_data is None else self.eval_every or self.steps_per_epoch
+        return Facts(step, self.total_steps, every, evaluated, stopping=stopping)
 
 
 MOST_BESTS = 20
@@ -102,6 +84,15 @@ class Record:
         """The step of the last evaluation."""
         self.planned: int | None = None
         """Steps that the schedule was made for."""
+
+    def take(self, step: int, metrics: dict[str, float]) -> bool:
+        """A step was evaluated. Whether it is the best so far."""
+        loss, best = metrics["loss"], is_best(metrics["loss"], self.best)
+        self.metrics, self.evaluated = metrics, step
+        if best:
+            self.best = loss if loss == loss else None
+            self.bests = [*self.bests[-MOST_BESTS:], [step, loss]]
+        return best
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -142,10 +133,11 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
         text = f"there is nothing left to train: the checkpoint is at step {session.resumed_step} of "
         text += f"{recipe.total_steps}; for more, raise epochs= or steps="
         session.channel.emit(Notice(step=session.resumed_step, text=text))
-    stepped_on_eval = schedule is not None and _wants_metric(schedule) and recipe.eval_data is not None
+    applier = Applier(optimizer, schedule, average)
+    by_evaluations = applier.by_loss and recipe.eval_data is not None
     if recipe.eval_data is not None:
         session.compare_data(recipe.eval_data, "eval_data")
-    evaluation = _Evaluation(session, model, recipe, average, record, schedule if stepped_on_eval else None)
+    evaluation = _Evaluation(session, model, recipe, applier, record)
     try:
         for step in session.steps(
             recipe.data,
@@ -156,39 +148,34 @@ def train(session: Session, model: nn.Module, recipe: Recipe) -> tuple[dict[str,
             micro_batch=recipe.micro_batch,
             buffers=recipe.buffers,
         ):
-            if evaluation.missed():
+            if evaluation.due(None):  # a signal left it to the run that resumes: this one
                 evaluation.run()
                 if session.standing.redoes and session.stopping is not None:
                     break  # those who evaluated at the end of the step before have left the loop there
             for batch in step:
                 step.compute(recipe.loss, model, batch)
             if not step.overtaken:
-                update = step.apply(optimizer, clip=recipe.clip)
+                update = step.apply(applier, clip=recipe.clip)
                 if recipe.after_step is not None:
                     # before the average: what it changes is what counts
                     do_after_step(recipe.after_step, model, seed=session.seed, step=step.number)
-                if average is not None:
-                    average.update()
-                if schedule is not None and not stepped_on_eval:
-                    schedule.step(update.loss) if _wants_metric(schedule) else schedule.step()
+                applier.end(nan if by_evaluations else update.loss)
             step.commit()
             if session.step == recipe.total_steps:
                 # before this step is checkpointed
                 _refuse_not_finite(model, session)
-            if evaluation.due():
+            if evaluation.due(session.stopping):
                 evaluation.run()
-        if evaluation.due():
+        if evaluation.due(session.stopping):
             # a worker that came when the last step was done
             evaluation.run()
     finally:
         evaluation.close()
     optimizer.zero_grad()  # they are of the last step, and nothing of a next run
-    # asked for at the very last step, an end is no early one
-    complete = session.stopping == STOPPED and session.step >= recipe.total_steps
-    stopping = None if complete else session.stopping
-    loss, metrics, reason = session.epoch_loss, record.metrics, stopping or "complete"
-    session.channel.emit(RunEnded(step=session.step, loss=loss, metrics=metrics, reason=reason))
-    return {"loss": loss, "metrics": metrics, "steps": session.step, "stopping": stopping}, average
+    facts = recipe.facts(session.step, record.evaluated, session.stopping)
+    ended = session.progress.ended(facts, record.metrics)
+    session.channel.emit(ended)
+    return figures_of(ended), average
 
 
 def first_words(model: nn.Module, recipe: Recipe, *, workers: int, deterministic: bool) -> list[str]:
@@ -241,10 +228,6 @@ def make_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
     return schedule
 
 
-def _wants_metric(schedule: Any) -> bool:
-    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
 def _refuse_not_finite(model: nn.Module, session: Session) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and not torch.isfinite(param).all():
@@ -263,45 +246,24 @@ class _Evaluation:
         session: Session,
         model: nn.Module,
         recipe: Recipe,
-        average: Average | None,
+        applier: Applier,
         record: Record,
-        schedule: Any | None,
     ) -> None:
-        """`schedule` is one that is stepped on the loss of evaluations."""
         self._session = session
         self._model = model
         self._recipe = recipe
-        self._average = average
+        self._applier = applier
         self._record = record
-        self._schedule = schedule
         self._part: Part | None = None
 
-    def due(self) -> bool:
-        """Whether to evaluate now. A signal wants an end soon: then it is left to the run that resumes."""
-        step = self._session.step
-        hurry = self._session.stopping in (PREEMPTED, INTERRUPTED) and step < self._recipe.total_steps
-        return 0 < step != self._record.evaluated and self._belongs(step) and not hurry
-
-    def missed(self) -> bool:
-        """Whether the run was stopped by a signal at a step that should have been evaluated."""
-        step = self._session.step
-        return 0 < step != self._record.evaluated and self._belongs(step)
-
-    def _belongs(self, step: int) -> bool:
-        every = self._recipe.eval_every or self._recipe.steps_per_epoch
-        return self._recipe.eval_data is not None and (step % every == 0 or step == self._recipe.total_steps)
+    def due(self, stopping: str | None) -> bool:
+        """Whether to evaluate now, in a run that ends here for this reason, or does not end."""
+        return follows(self._recipe.facts(self._session.step, self._record.evaluated, stopping)).evaluate
 
     def run(self) -> None:
         recipe, record, session = self._recipe, self._record, self._session
         if self._part is None:
-            self._part = Part(
-                session,
-                recipe.eval_data,
-                recipe.collate,
-                batch=recipe.eval_batch(session.workers),
-                data_workers=recipe.data_workers,
-                name="eval_data",
-            )
+            self._part = recipe.part(session, recipe.eval_data, "eval_data", session.workers)
         evaluator = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics)
         metrics = None
         while metrics is None:
@@ -310,17 +272,13 @@ class _Evaluation:
             if record.evaluated == session.step:
                 return  # members changed, and another one had evaluated already: this worker has its result
         session.confirm(session.step)
-        record.metrics = metrics
-        record.evaluated = session.evaluated = session.step
+        session.evaluated = session.step
         self._forget_lost_bests()
-        if record.best is None or not record.best <= metrics["loss"]:
-            record.best = metrics["loss"] if metrics["loss"] == metrics["loss"] else None
-            record.bests = [*record.bests[-MOST_BESTS:], [session.step, metrics["loss"]]]
+        if record.take(session.step, metrics):
             session.checkpoint_best()
-        if self._schedule is not None:
-            self._schedule.step(metrics["loss"])
-        epoch = (session.step - 1) // recipe.steps_per_epoch
-        session.channel.decide(EvalDone(step=session.step, epoch=epoch, metrics=metrics))
+        self._applier.evaluated(metrics["loss"])
+        assert session.course is not None
+        session.channel.decide(evaluated(session.course, session.step, metrics))
         session.guard(session.agree_on_stop)
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
@@ -328,7 +286,8 @@ class _Evaluation:
         session.evaluating = True
         session.enter(Phase.EVALUATE)
         session.standing.fault("evaluate", session.step - 1)
-        return evaluate_average(evaluator, self._model, self._average)
+        with averaged(self._applier.average):
+            return evaluator.run(self._model)
 
     def _forget_lost_bests(self) -> None:
         """One that was being saved when the worker that saved it died is not there: the one before it counts again."""
@@ -341,14 +300,3 @@ class _Evaluation:
     def close(self) -> None:
         if self._part is not None:
             self._part.close()
-
-
-def evaluate_average(evaluator: Evaluator, model: nn.Module, average: Average | None) -> dict[str, float]:
-    """Evaluate the average of the weights where there is one, else the weights."""
-    if average is None:
-        return evaluator.run(model)
-    average.swap()
-    try:
-        return evaluator.run(model)
-    finally:
-        average.swap()

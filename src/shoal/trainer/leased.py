@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from shoal.comm.group import SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import ConfigError
+from shoal.core.progress import Sums, summed
 from shoal.core.slices import Forward, Slices
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
 from shoal.elastic.board import Place
 from shoal.layouts.single import Change, uses_batch_statistics
+from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
@@ -248,18 +251,17 @@ class LeaseStep(Step):
     def weight(self) -> float:
         return self._weight
 
-    def logs(self) -> dict[str, tuple[float, float]]:
+    def logs(self) -> Sums:
         """Sums and weights by name."""
-        logs: dict[str, tuple[float, float]] = {}
-        for _, name, total, weight in self._new_logs:
-            before = logs.get(name, (0.0, 0.0))
-            logs[name] = before[0] + total, before[1] + weight
-        return logs
+        return summed(entry[1:] for entry in self._new_logs)
+
+    @property
+    def _mean_loss(self) -> float:
+        return self._loss / self._weight if self._weight > 0.0 else self._loss
 
     def refuse_not_finite(self) -> None:
-        loss = self._loss / self._weight if self._weight > 0.0 else self._loss
-        if loss - loss != 0.0:
-            raise self._not_finite(f"the loss is {loss}")
+        if not isfinite(self._mean_loss):
+            raise self._not_finite(f"the loss is {self._mean_loss}")
 
     def normalise(self, clip: float | None) -> None:
         """Make the gradient the mean over these samples, and clip that."""
@@ -269,15 +271,11 @@ class LeaseStep(Step):
         factor = self.samples / self._weight if self._weight > 0.0 else 0.0
         if self._session.tables is not None:
             grads += self._session.tables.gradients()
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        if clip is None or not grads:
-            return
-        norm = float(torch.nn.utils.get_total_norm(grads))
-        torch._foreach_mul_(grads, min(1.0, clip / (norm + 1e-6)))
-        if norm - norm != 0.0:
-            loss = self._loss / self._weight if self._weight > 0.0 else self._loss
-            raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {norm}")
+        gradients = OwnGradients(grads)
+        gradients.place(factor)
+        if clip is not None:
+            norm = self._norm(gradients, self._mean_loss)
+            gradients.place(clipping(norm, clip, gradients.precision))
 
     def _culprit(self) -> tuple[int | None, range, list[int]]:
         return self._session.seat, self.own, self._strange_samples()
@@ -291,7 +289,7 @@ class Outcome(NamedTuple):
     loss: float
     """Sum over samples."""
     weight: float
-    logs: dict[str, tuple[float, float]]
+    logs: Sums
     """Sums and weights."""
     sent: int
     buffers: list[Change]

@@ -9,11 +9,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.core.atoms import Course
 from shoal.core.errors import CheckpointMismatch
+from shoal.core.progress import Progress
+from shoal.layouts.single import Buffers
 from shoal.trainer.replan import refuse_longer_cycle
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
+
+
+def session_tree(
+    step: int, course: Course, seed: int, progress: Progress, buffers: Buffers, loop: int = 0
+) -> dict[str, Any]:
+    """Where a run is, as its checkpoints say it; the same for every sync."""
+    here = {"loop": loop, "step": step, "seed": seed, "size": course.size, "batch": course.batch}
+    figures = {"logs": progress.log_names, "epoch": progress.epoch}
+    return {**here, **figures, "buffers": list(buffers.known), "counts": buffers.counts()}
+
+
+def refuse_other_course(saved: Mapping[str, Any], course: Course, seed: int) -> None:
+    """`saved` is the `session_tree` of a checkpoint that a run is to go on from."""
+    here = {"size": course.size, "batch": course.batch, "seed": seed}
+    differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
+    if differing:
+        raise CheckpointMismatch(
+            f"the checkpoint at step {saved['step']} is of another course through the data ({'; '.join(differing)}), "
+            "so its position would mean other samples; use the same data, batch_size and seed, or start a new run "
+            "from its weights"
+        )
 
 
 def restore(name: str, thing: Any, loaded: Loaded) -> None:

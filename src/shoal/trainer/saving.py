@@ -32,7 +32,8 @@ class Saving:
     ) -> None:
         self._channel = channel
         self._make = make
-        self._every = every
+        self.every = every
+        """Steps from one checkpoint to the next; None where they go by time."""
         self._meta = meta or {}
         self._checkpoints: Checkpoints | None = None
         self._saved_at = time.monotonic()
@@ -55,12 +56,11 @@ class Saving:
             self._checkpoints = self._make()
             self.overdue = overdue
 
-    def due(self, step: int) -> bool:
-        if self.overdue:
-            return True
-        if self._every is not None:
-            return step % self._every == 0
-        return time.monotonic() - self._saved_at > CHECKPOINT_SECONDS
+    @property
+    def late(self) -> bool:
+        """Whether to checkpoint now, whatever the step is."""
+        by_time = self.every is None and time.monotonic() - self._saved_at > CHECKPOINT_SECONDS
+        return self.overdue or by_time
 
     def begin(self, step: int, trees: Mapping[str, Any], *, volatile: Sequence[Tensor], best: bool) -> None:
         assert self._checkpoints is not None

@@ -10,19 +10,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import CheckpointMismatch
+from shoal.core.progress import Progress
 from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
+from shoal.syncs.applying import Applier
 from shoal.syncs.server.optimizers import join
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED
-from shoal.trainer.fit import MOST_BESTS, Recipe, Record
+from shoal.trainer.fit import Recipe, Record
 from shoal.trainer.replan import new_length
-from shoal.trainer.restore import restore
+from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.soundness import refuse_not_finite
 from shoal.trainer.tables import load_tables
 
@@ -32,34 +32,20 @@ if TYPE_CHECKING:
     from shoal.trainer.saving import Saving
 
 
-@dataclass
-class Resumed:
+class Resumed(NamedTuple):
     """Where a run goes on: what its checkpoint says besides weights, optimizer and schedule."""
 
     record: Record
-    logs: list[str]
-    buffers: list[int]
-    """Numbers of those that change; their values are in the model."""
-    counts: dict[str, list[Any]]
-    """What was found out about those of whole numbers."""
-    epoch: list[float]
+    session: Mapping[str, Any]
+    """See `session_tree`. The values of buffers are in the model."""
 
 
 def resumed(loaded: Loaded, setup: Setup) -> Resumed:
     """Read it. Raises `CheckpointMismatch` if the checkpoint is of another course through the data."""
-    saved = loaded.trees["session"]
-    here = {"size": setup.course.size, "batch": setup.course.batch, "seed": setup.seed}
-    differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
-    if differing:
-        raise CheckpointMismatch(
-            f"the checkpoint at step {saved['step']} is of another course through the data ({'; '.join(differing)}), "
-            "so its position would mean other samples; use the same data, batch_size and seed, or start a new run "
-            "from its weights"
-        )
+    refuse_other_course(loaded.trees["session"], setup.course, setup.seed)
     record = Record()
     restore("record", record, loaded)
-    counts = dict(saved.get("counts") or {})
-    return Resumed(record, list(saved["logs"]), list(saved["buffers"]), counts, list(saved["epoch"]))
+    return Resumed(record, loaded.trees["session"])
 
 
 @dataclass
@@ -67,10 +53,8 @@ class Snapshot:
     """A version that servers keep, and what belongs to it."""
 
     version: int
-    epoch: list[float]
-    logs: list[str]
-    known: list[int]
-    counts: dict[str, list[Any]]
+    session: dict[str, Any]
+    """See `session_tree`."""
     buffers: dict[str, Tensor]
     """Those that change, by name."""
     values: dict[int, Tensor]
@@ -95,38 +79,23 @@ class Story:
     """What the loop of a run remembers: losses, buffers, evaluations. All of it is in every checkpoint."""
 
     def __init__(self, setup: Setup, recipe: Recipe, model: nn.Module, start: Resumed | None) -> None:
-        self._setup, self._recipe, self._model = setup, recipe, model
+        self._setup, self._model = setup, model
         self.record = Record() if start is None else start.record
-        self.log_names: list[str] = [] if start is None else start.logs
-        self.epoch: list[float] = [0.0, 0.0] if start is None else start.epoch
+        self.progress = Progress() if start is None else Progress(start.session["logs"], start.session["epoch"])
         self.buffers = Buffers([model])
         self.buffers.use(recipe.buffers)
         if start is not None:
-            self.buffers.resume(start.buffers, start.counts)
+            self.buffers.resume(start.session["buffers"], start.session.get("counts"))
         self._parcel: tuple[bytes | memoryview, ...] | None = None
-        self.steps_on_eval = recipe.eval_data is not None and _goes_by_metric(setup)
+        self.steps_on_eval = recipe.eval_data is not None and _goes_by_loss(setup)
         """Whether the schedule is one that is stepped on the loss of evaluations."""
 
-    @property
-    def epoch_loss(self) -> float:
-        """Mean loss over what was trained of the current epoch, or of the last one if none of it was."""
-        total, weight = self.epoch
-        return total / weight if weight else float("nan")
-
-    def add(self, step: int, loss: float, weight: float, samples: int, buffers: Sequence[Change]) -> None:
+    def learn(self, samples: int, buffers: Sequence[Change]) -> None:
         """A step was applied. `buffers` is what its forwards made of them, in order of positions."""
-        if step % self._setup.course.steps_per_epoch == 0:
-            self.epoch = [0.0, 0.0]
-        self.epoch = [self.epoch[0] + loss * weight, self.epoch[1] + weight]
         if buffers:
             self.buffers.open(samples)
             self.buffers.learn(buffers)
             self._parcel = None
-
-    def means(self, logs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """Of sums and weights. Names that are new are known from now on."""
-        self.log_names += sorted(logs.keys() - set(self.log_names))
-        return {name: logs[name][0] / logs[name][1] for name in self.log_names if name in logs and logs[name][1]}
 
     def values(self) -> dict[int, Tensor]:
         """The buffers that change, by number."""
@@ -143,32 +112,16 @@ class Story:
         numbers = {id(self.buffers._value(number)): number for number in values}
         named = self._model.named_buffers(remove_duplicate=False)
         names = {name: values[numbers[id(buffer)]] for name, buffer in named if id(buffer) in numbers}
-        known, counts = list(self.buffers.known), self.buffers.counts()
-        return Snapshot(version, list(self.epoch), list(self.log_names), known, counts, names, values, save, evaluate)
+        session = session_tree(version, self._setup.course, self._setup.seed, self.progress, self.buffers)
+        return Snapshot(version, session, names, values, save, evaluate)
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
-    def belongs(self, version: int, stopping: str | None) -> bool:
-        """Whether to evaluate this version. A signal wants an end soon: then it is left out."""
-        recipe = self._recipe
-        every = recipe.eval_every or recipe.steps_per_epoch
-        if recipe.eval_data is None or version in (0, self.record.evaluated):
-            return False
-        if stopping in (PREEMPTED, INTERRUPTED) and version < recipe.total_steps:
-            return False
-        return version % every == 0 or version == recipe.total_steps
-
     def evaluated(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
-        record = self.record
-        record.metrics, record.evaluated = metrics, snapshot.version
-        loss = metrics["loss"]
         snapshot.evaluate = snapshot.evaluating = False
+        snapshot.best = self.record.take(snapshot.version, metrics)
         if self.steps_on_eval:
-            snapshot.metric = loss
-        if record.best is None or not record.best <= loss:
-            record.best = loss if loss == loss else None
-            record.bests = [*record.bests[-MOST_BESTS:], [snapshot.version, loss]]
-            snapshot.best = True
+            snapshot.metric = metrics["loss"]
 
 
 class Keeping:
@@ -185,12 +138,12 @@ class Keeping:
     def saves(self) -> bool:
         return self._saving is not None and self._saving.mine
 
-    def due(self, version: int) -> bool:
-        """Whether to checkpoint this version; not for the time that has passed, if one for that is under way."""
+    def wish(self) -> tuple[int | None, bool]:
+        """Every how many steps to checkpoint, and whether now; not for the time that has passed, if one for that is
+        under way."""
         if self._saving is None or not self.saves:
-            return False
-        by_time = self._saving._every is None
-        return not (by_time and any(one.save for one in self.kept.values())) and self._saving.due(version)
+            return None, False
+        return self._saving.every, self._saving.late and not any(one.save for one in self.kept.values())
 
     def evaluating(self) -> Snapshot | None:
         """The version that is to be evaluated."""
@@ -252,17 +205,7 @@ class Keeping:
             if snapshot.metric is not None:
                 trees["schedule"] = _stepped(setup, optimizer, first["schedule"], snapshot.metric)
         trees["record"] = copy.deepcopy(self._story.record.state_dict())
-        trees["session"] = {
-            "loop": 0,
-            "step": snapshot.version,
-            "seed": setup.seed,
-            "size": setup.course.size,
-            "batch": setup.course.batch,
-            "logs": snapshot.logs,
-            "buffers": snapshot.known,
-            "counts": snapshot.counts,
-            "epoch": snapshot.epoch,
-        }
+        trees["session"] = snapshot.session
         return trees
 
 
@@ -282,11 +225,9 @@ def replanned(setup: Setup, planned: int | None) -> str | None:
     return new_length(schedule, schedule.state_dict(), setup.schedule_state, planned, setup.total)
 
 
-def _goes_by_metric(setup: Setup) -> bool:
-    if setup.make_schedule is None:
-        return False
-    schedule = setup.make_schedule(_stand_in(setup.optimizer.state_dict()["param_groups"]))
-    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+def _goes_by_loss(setup: Setup) -> bool:
+    stand_in = _stand_in(setup.optimizer.state_dict()["param_groups"])
+    return setup.make_schedule is not None and Applier(stand_in, setup.make_schedule(stand_in)).by_loss
 
 
 def _stand_in(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

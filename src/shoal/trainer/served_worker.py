@@ -303,14 +303,7 @@ class _Worker:
         session.at(self._setup.course.step(max(0, order.version - 1)))
         self._fault("evaluate", order.version - 1)
         if self._part is None:
-            self._part = Part(
-                session,
-                recipe.eval_data,
-                recipe.collate,
-                batch=recipe.eval_batch(task.workers),
-                data_workers=recipe.data_workers,
-                name="eval_data",
-            )
+            self._part = recipe.part(session, recipe.eval_data, "eval_data", task.workers)
         session.enter(Phase.EVALUATE)
         metrics = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics).run(task.model)
         session.evaluating = False

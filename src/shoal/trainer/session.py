@@ -27,8 +27,10 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
-from shoal.core.errors import CheckpointMismatch, ConfigError
-from shoal.core.events import Notice, WorkerSeen
+from shoal.core.errors import ConfigError
+from shoal.core.events import AnyEvent, Notice, WorkerSeen
+from shoal.core.following import STOPPED, Facts, Following, follows
+from shoal.core.progress import Progress, Update
 from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
@@ -40,7 +42,7 @@ from shoal.layouts.single import Buffers, uses_batch_statistics
 from shoal.syncs.encoding import Encoding
 from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
-from shoal.trainer.channel import STOPPED, Channel
+from shoal.trainer.channel import Channel
 from shoal.trainer.configure import spelt
 from shoal.trainer.fixed import Fixed
 from shoal.trainer.idle import idle_words
@@ -50,11 +52,11 @@ from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
 from shoal.trainer.proof.proof import Proof
 from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.trainer.replica import Replica
-from shoal.trainer.restore import restore
+from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.same_data import SameData
 from shoal.trainer.saving import Saving
 from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
-from shoal.trainer.step import FLAGS, HEAD, Loop, Step, Update
+from shoal.trainer.step import FLAGS, HEAD, Loop, Step
 from shoal.trainer.telling import exchange_settled, run_started, worker_seen
 from shoal.trainer.together import likely_together
 from shoal.trainer.trained import Trained, make_trained, take_up
@@ -124,7 +126,7 @@ class Session:
         """Samples that this worker has computed in steps that were committed."""
         self.channel = channel
         self.buffers = Buffers([])
-        self.log_names: list[str] = []
+        self.progress = Progress()
         self.course: Course | None = None
         self._run = run_id, run_dir
         self._group = group
@@ -161,7 +163,6 @@ class Session:
         self._lost_best: int | None = None
         self._older = False
         self._began = self._told = time.monotonic()
-        self._epoch: list[float] = [0.0, 0.0]
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
 
     # -- for a user's loop ---------------------------------------------------------------------------------------------
@@ -342,12 +343,6 @@ class Session:
         """Which positions of a step this worker computes, for messages."""
         return self._own(step.samples)
 
-    @property
-    def epoch_loss(self) -> float:
-        """Mean loss over what was trained of the current epoch, or of the last one if none of it was."""
-        total, weight = self._epoch
-        return total / weight if weight else float("nan")
-
     def overlap_backward(self) -> None:
         """Let gradients leave during backward: promises one optimizer, and one `Step.backward` per batch."""
         self._overlap = True
@@ -511,10 +506,9 @@ class Session:
         self._loop = told["loop"]
         self.step = told["step"]
         self.evaluated = told["evaluated"]
-        self.log_names = list(told["logs"])
+        self.progress = Progress(told["logs"], told["epoch"])
         self.buffers.know(told["buffers"], told.get("counts"))
         self.keyed.load(told["draws"], proven=told["proven"])
-        self._epoch = list(told["epoch"])
         self._best = False
 
     def save_now(self) -> None:
@@ -621,19 +615,14 @@ class Session:
         """Tensors are about to change in place: a checkpoint being copied must have them first."""
         self.times.checkpoint += self._saving.wait_copied()
 
-    def weigh_in(self, unit: float) -> None:
-        """From now on weights are in so many of what they were in."""
-        self._epoch = [figure / unit for figure in self._epoch]
-
-    def committed(self, step: int, update: Update | None, unit: float = 1.0) -> None:
-        """`unit`: that of the update's weight, see `weigh_in`."""
+    def committed(
+        self, span: StepSpan, update: Update | None, applied: Mapping[int, list[float]], unit: float
+    ) -> list[AnyEvent]:
+        """What there is to tell of a step; see `rates`, and `Progress.committed`."""
         assert self.course is not None
-        if (step - 1) % self.course.steps_per_epoch == 0:
-            self._epoch = [0.0, 0.0]
-        self.step = step
-        if update is not None:
-            self._epoch[0] += update.loss * update.weight / unit
-            self._epoch[1] += update.weight / unit
+        self.step = span.step + 1
+        traffic = None if update is None else self.step_traffic()
+        return self.progress.committed(self.course, span, update, self.rates(applied), traffic, unit)
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
@@ -706,14 +695,14 @@ class Session:
     def sums_size(self) -> tuple[int, int]:
         """Elements of a phase's vectors of sums, in single and in double precision."""
         single, double = self.buffers.sizes
-        return 2 * len(self.log_names) + single, HEAD + double
+        return 2 * len(self.progress.log_names) + single, HEAD + double
 
     def _enter_loop(self, course: Course) -> int | None:
         """Number this loop, and find the step where it begins; None for one that was complete when checkpointed."""
         self._loop += 1
         self.standing.begins_loop(self._loop)
         self.step = 0
-        self._epoch = [0.0, 0.0]
+        self.progress = Progress(self.progress.log_names)
         saved = self._resumed
         if saved is None:
             return 0
@@ -725,22 +714,13 @@ class Session:
                 f"resume: the checkpoint is at step {saved['step']}, and nothing is tracked that could have its state; "
                 "call session.track(...) before session.steps, or start without resume"
             )
-        here = {"size": course.size, "batch": course.batch, "seed": self.seed}
-        differing = [f"{key}: {saved[key]} there, {here[key]} here" for key in here if saved[key] != here[key]]
-        if differing:
-            raise CheckpointMismatch(
-                f"the checkpoint at step {saved['step']} is of another course through the data "
-                f"({'; '.join(differing)}), so its "
-                "position would mean other samples; use the same data, batch_size and seed, or start a new run "
-                "from its weights"
-            )
+        refuse_other_course(saved, course, self.seed)
         self.step = saved["step"]
-        self.log_names = list(saved["logs"])
+        self.progress = Progress(saved["logs"], saved["epoch"])
         self.buffers.resume(saved["buffers"], saved.get("counts"))
         self._older = "draws" not in saved
         if not self._older:
             self.keyed.load(saved["draws"], proven=False)
-        self._epoch = list(saved["epoch"])
         return self.step
 
     def _tell_start(self, course: Course, total: int) -> None:
@@ -792,7 +772,15 @@ class Session:
 
     def wants_parts(self, step: int) -> bool:
         """Whether this worker is about to checkpoint this step, and needs the others' parts for it."""
-        return bool(self._encodings()) and self._saving.mine and self._saving.due(step)
+        saving = self._saving
+        return bool(self._encodings()) and saving.mine and self._follows(step, saving.every, saving.late).save
+
+    def _follows(self, step: int, save_every: int | None, overdue: bool) -> Following:
+        """What follows a step of the loop under way, besides an evaluation."""
+        assert self._running is not None
+        best, stopping = self._best, self.stopping
+        facts = Facts(step, self._running.total, save_every=save_every, overdue=overdue, best=best, stopping=stopping)
+        return follows(facts)
 
     def _pool(self) -> Totals | None:
         """The sums over all workers of what they have still to send; None if it cannot be had.
@@ -812,11 +800,13 @@ class Session:
             self._told = now
             self.channel.emit(self.seen())
         begun = time.perf_counter()
-        wanted = last or self._best or self.stopping is not None
-        totals = self._pool() if self.parts_wanted or wanted else None
+        # where all give their parts, they were asked for them in the step
+        wish = (None, self.parts_wanted) if self._encodings() else (self._saving.every, self._saving.late)
+        save = self._follows(self.step, *wish).save
+        totals = self._pool() if save else None
         if self._saving.mine and self._replica.tracked:
             self._saving.tell()
-            if wanted or self.parts_wanted or (self._saving.due(self.step) and not self._encodings()):
+            if save:
                 self._save(totals)
         self.private.forget()
         self.times.checkpoint += time.perf_counter() - begun
@@ -826,18 +816,8 @@ class Session:
         """All state of the run that is the same on every worker."""
         assert self.course is not None
         trees = self._replica.trees()
-        trees["session"] = {
-            "loop": self._loop,
-            "step": self.step,
-            "seed": self.seed,
-            "size": self.course.size,
-            "batch": self.course.batch,
-            "logs": self.log_names,
-            "buffers": self.buffers.known,
-            "draws": self.keyed.tree(),
-            "counts": self.buffers.counts(),
-            "epoch": self._epoch,
-        }
+        trees["session"] = session_tree(self.step, self.course, self.seed, self.progress, self.buffers, self._loop)
+        trees["session"]["draws"] = self.keyed.tree()
         return trees
 
     def _save(self, totals: Totals | None = None) -> None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
-from shoal.core.events import EpochDone, Notice, StepDone
+from shoal.core.events import Notice
+from shoal.core.following import REASONS
 from shoal.core.keys import derive
 from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
+from shoal.core.progress import Sums, Update, summed
 from shoal.core.slices import Forward, Pace, Slices, better, deal, forwards, forwards_by_atom
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
@@ -30,8 +32,7 @@ from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
 from shoal.syncs.allreduce import Exchange, Weighing
-from shoal.syncs.updating import rates_of, update
-from shoal.trainer.channel import REASONS
+from shoal.syncs.applying import Applier, OwnGradients, clipping
 from shoal.trainer.configure import spelt
 from shoal.trainer.device import moved
 from shoal.trainer.keyed import Judgement
@@ -56,16 +57,6 @@ ROOM = 1.5
 fast worker may have more than the others, and one that does the work of those who died must not run out of memory."""
 HEAD = 2
 """Sums in double precision before those of buffers: weight, loss."""
-
-
-class Update(NamedTuple):
-    """What `Step.apply` did: figures over the whole global batch, equal on every worker."""
-
-    loss: float
-    weight: float
-    norm: float | None
-    """Norm of the gradient before clipping, where clipping was asked for."""
-    logs: dict[str, float]
 
 
 def order_key(seed: int, epoch: int) -> int:
@@ -319,7 +310,9 @@ class Step:
         self._told = flags.tolist()
         self._obey(self._told)
         self._update = self._settle(sums, doubles, agree=self._told[_AGREE] > 0)
-        self._set_gradients(trained, self._told, self._update.weight)
+        if not session.overlapped:
+            # an own loop may look at them, and finds what one process has there
+            self._gradients(trained, self._told).place(self._per_weight(trained))
         session.confirm(self.number)
         session.exchanged_in = session.standing.term
         session.private.stands()
@@ -523,7 +516,7 @@ class Step:
 
     def _add_logs(self, logs: Mapping[str, float]) -> None:
         for name, value in logs.items():
-            if name in self._session.log_names:
+            if name in self._session.progress.log_names:
                 entry = self._logs.setdefault(name, [0.0, 0.0])
                 entry[0] += value * self._count
                 entry[1] += self._count
@@ -540,7 +533,7 @@ class Step:
     def _sums(self) -> tuple[Tensor, Tensor]:
         """In single precision, and in double precision."""
         session = self._session
-        values = [part for name in session.log_names for part in self._logs.get(name, (0.0, 0.0))]
+        values = [part for name in session.progress.log_names for part in self._logs.get(name, (0.0, 0.0))]
         # by numpy, which takes a fifth of the time of torch.tensor
         sums = torch.from_numpy(np.array(values, np.float32)).to(session.device)
         doubles = torch.from_numpy(np.array([self._weight, self._loss], np.float64))
@@ -576,13 +569,15 @@ class Step:
     # -- the update ----------------------------------------------------------------------------------------------------
 
     @spelt
-    def apply(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> Update:
+    def apply(self, optimizer: torch.optim.Optimizer | Applier, *, clip: float | None = None) -> Update:
         """Sum the gradients over all workers and let `optimizer` apply them to its parameters.
 
         After the backward passes of a phase, each of several optimizers may be applied once.
         """
         if not self._in_phase or not self._complete:
             raise ConfigError("step.apply(optimizer) belongs after `for batch in step:` has gone through all batches")
+        applier = optimizer if isinstance(optimizer, Applier) else Applier(optimizer)
+        optimizer = applier.optimizer
         if id(optimizer) in self._applied:
             raise ConfigError(
                 "step.apply: this optimizer was applied already; iterate the step again for another phase"
@@ -604,18 +599,22 @@ class Step:
             self._obey(told)
             if first:
                 self._update = self._settle(sums, doubles, agree=told[_AGREE] > 0)
-            assert self._update is not None
-            self._set_gradients(trained, told, self._update.weight)
         assert self._update is not None
+        gradients = self._gradients(trained, told)
         for param in trained.frozen:
             param.grad = None  # thawed while the step was computed: it takes part from the next one on
-        norm = self._clip(trained.params, clip, self._update) if clip is not None else None
+        placed = self._exchanged is trained and not session.overlapped
+        scale = 1.0 if placed else self._per_weight(trained)
+        norm, clipped = None, 1.0
+        if clip is not None:
+            gradients.place(scale)
+            norm = self._norm(gradients, self._update.loss)
+            scale = clipped = clipping(norm, clip, gradients.precision)
         self._count_exchange()
         session.before_change()
         # now: a schedule may be stepped before the step is told
-        self._rates[id(optimizer)] = rates_of(optimizer)
-        with trained.exchange.applying(1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))):
-            update(optimizer)
+        self._rates[id(optimizer)] = applier.rates()
+        applier.apply(gradients, scale, within=trained.exchange.applying(clipped))
         self._update = self._update._replace(norm=norm)
         return self._update
 
@@ -662,10 +661,9 @@ class Step:
         """Read the summed vectors; where workers met something new in this step, agree on it."""
         session = self._session
         weight, loss = doubles.tolist()[:HEAD]
-        values = sums[: 2 * len(session.log_names)].tolist() if session.log_names else []
-        logs = {
-            name: values[2 * at] / values[2 * at + 1] for at, name in enumerate(session.log_names) if values[2 * at + 1]
-        }
+        names = session.progress.log_names
+        values, rest = sums[: 2 * len(names)].tolist() if names else [], sums[2 * len(names) :]
+        logs = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
         if not weight > 0.0:
             raise ConfigError(
                 f"the weight of step {self.number + 1} is {weight:g} over all workers; a step must have some weight"
@@ -673,15 +671,15 @@ class Step:
         loss /= weight
         if loss - loss != 0.0:
             raise self._not_finite(f"the loss is {loss}")
-        session.buffers.set_known(Totals(sums[2 * len(session.log_names) :], doubles[HEAD:]))
+        session.buffers.set_known(Totals(rest, doubles[HEAD:]))
         if agree:
             logs.update(self._agree())
         session.buffers.settle()
         for text in session.buffers.notices():
             session.channel.emit(Notice(step=self.number + 1, text=text))
-        return Update(loss, weight, None, logs)
+        return Update(loss, weight, None, session.progress.means(logs))
 
-    def _agree(self) -> dict[str, float]:
+    def _agree(self) -> Sums:
         """Some worker has a new name in its logs or a buffer that never changed before: tell all, once."""
         session = self._session
         mine = {
@@ -689,39 +687,33 @@ class Step:
             "buffers": [tuple(change) for change in session.buffers.changes],
             "draws": session.keyed.news(),
         }
-        logs: dict[str, list[float]] = {}
-        changes: list[Change] = []
         # in order of rank, hence of positions: the sums do not depend on the number of workers
         all_told = session.gather_for(f"what step {self.number + 1} has to agree on", mine)
-        for told in all_told:
-            for _, name, total, weight in told["logs"]:
-                entry = logs.setdefault(name, [0.0, 0.0])
-                entry[0] += total
-                entry[1] += weight
-            changes += [Change(*change) for change in told["buffers"]]
         unit = session.keyed.unit
         session.proof.agree([told["draws"] for told in all_told], self.number)
         self._per = session.keyed.unit / unit
-        session.weigh_in(self._per)
-        session.log_names = [*session.log_names, *sorted(logs)]
-        session.buffers.learn(changes)
-        return {name: total / weight for name, (total, weight) in logs.items()}
+        session.progress.weigh_in(self._per)
+        session.buffers.learn([Change(*change) for told in all_told for change in told["buffers"]])
+        return summed(entry[1:] for told in all_told for entry in told["logs"])
 
-    def _set_gradients(self, trained: Trained, flags: list[float], weight: float) -> None:
-        """Make sums means. A parameter that no worker used has no gradient, as in one process."""
+    def _gradients(self, trained: Trained, flags: list[float]) -> OwnGradients:
+        """A parameter that no worker used has none, as in one process."""
         for (_, param), on in zip(trained.params, flags[FLAGS + self._session.workers :], strict=True):
             if not on:
                 param.grad = None
-        if weight != self.samples and not trained.exchange.weighs:
-            grads = [param.grad for _, param in trained.params if param.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, self.samples / weight)
+        return OwnGradients([param.grad for _, param in trained.params])
 
-    def _clip(self, params: list[tuple[str, nn.Parameter]], clip: float, update: Update) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_([param for _, param in params], clip))
-        if norm - norm != 0.0:
-            raise self._not_finite(f"the loss is {update.loss:g}, but the norm of its gradient is {norm}")
-        return norm
+    def _per_weight(self, trained: Trained) -> float:
+        """By which sums are made means."""
+        assert self._update is not None
+        return 1.0 if trained.exchange.weighs else self.samples / self._update.weight
+
+    def _norm(self, gradients: OwnGradients, loss: float) -> float:
+        """Raises `NotFiniteError` if it is no number to go on with."""
+        measured = Applier.measure(gradients)
+        if not measured.finite:
+            raise self._not_finite(f"the loss is {loss:g}, but the norm of its gradient is {measured.norm}")
+        return measured.norm
 
     def _not_finite(self, what: str) -> NotFiniteError:
         """Which worker, which parameter. Every worker comes here, from the same summed values."""
@@ -796,27 +788,15 @@ class Step:
         if self._batches is None:
             self._loop.take(self.span)
         session.samples += len(self._loop.own(self.samples))
-        session.committed(self.number + 1, update, self._per)
-        if update is not None:
-            done = StepDone(
-                step=session.step,
-                epoch=self.epoch,
-                loss=update.loss,
-                samples=self.samples,
-                rates=session.rates(self._rates),
-                norm=update.norm,
-                logs=update.logs,
-                traffic=session.step_traffic(),
-            )
-            if session.workers == 1 or not session.standing.redoes:
-                session.confirm(session.step)  # no other worker could take it back
-            session.inspection.before_telling()
-            session.channel.emit(done)
-            session.inspection.after_telling()
+        if session.workers == 1 or not session.standing.redoes:
+            session.confirm(self.number + 1)  # no other worker could take it back
+        events = session.committed(self.span, update, self._rates, self._per)
+        session.inspection.before_telling()
+        for event in events:
+            session.channel.emit(event)
+        session.inspection.after_telling()
         session.standing.committed(self.number, self._shares, session.digest)
         session.standing.fault("commit", self.number)
-        if self.span.stop == self._loop.course.size:
-            session.channel.emit(EpochDone(step=session.step, epoch=self.epoch, loss=session.epoch_loss))
         if self._pace:
             self._loop.heard(self._pace, self.number + 1)
         return update

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.comm.group import Group
+from shoal.comm.plan import Settled
 from shoal.core.atoms import Course
 from shoal.core.events import ExchangeSettled, RunStarted, WorkerSeen
 from shoal.core.traffic import Traffic
@@ -62,16 +63,6 @@ def exchange_settled(step: int, group: Group, exchange: Exchange, *, last: bool)
     settled = exchange.settled()
     if group.size == 1 or (settled is None and not exchange.by_atom and not last):
         return None
-    return ExchangeSettled(
-        step=step,
-        collective=group.collective,
-        reason=group.reason,
-        hosts=list(group.hosts),
-        latency=settled.latency if settled is not None else 0.0,
-        bandwidth=settled.bandwidth if settled is not None else 0.0,
-        buckets=list(settled.buckets) if settled is not None else [],
-        codec=settled.codec if settled is not None else "none",
-        encoding=settled.encoding if settled is not None else 0.0,
-        saved=settled.saved if settled is not None else 0.0,
-        note=settled.note if settled is not None else "",
-    )
+    figures = (settled or Settled(0.0, 0.0, []))._asdict()
+    hosts = list(group.hosts)
+    return ExchangeSettled(step=step, collective=group.collective, reason=group.reason, hosts=hosts, **figures)

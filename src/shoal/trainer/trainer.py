@@ -26,6 +26,7 @@ from shoal.engines.places import read_lab
 from shoal.engines.program import origin
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
+from shoal.syncs.applying import Average, averaged
 from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
@@ -47,7 +48,7 @@ from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, done_by_all, join, predict_part
-from shoal.trainer.fit import Average, Recipe, evaluate_average, train
+from shoal.trainer.fit import Recipe, train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
@@ -581,7 +582,8 @@ class Trainer(Configured):
             part = self._part(session, data)
             try:
                 evaluator = Evaluator(session, part, recipe.loss, recipe.predict, recipe.metrics)
-                return done_by_all(session, "evaluate", lambda: evaluate_average(evaluator, model, self._average()))
+                with averaged(self._average()):
+                    return done_by_all(session, "evaluate", lambda: evaluator.run(model))
             finally:
                 part.close()
 
@@ -604,14 +606,10 @@ class Trainer(Configured):
         def body(session: Session) -> Any:
             model.to(session.device)
             part = self._part(session, data)
-            average = self._average()
             try:
-                if average is not None:
-                    average.swap()
-                return done_by_all(session, "predict", lambda: predict_part(session, part, model, predict))
+                with averaged(self._average()):
+                    return done_by_all(session, "predict", lambda: predict_part(session, part, model, predict))
             finally:
-                if average is not None:
-                    average.swap()
                 part.close()
 
         # in order of positions: where members have changed, numbers of workers are in another one
@@ -619,10 +617,8 @@ class Trainer(Configured):
         return join([output for part in parts for output in part["outputs"]])
 
     def _part(self, session: Session, data: Any) -> Part:
-        recipe = self.recipe
         session.compare_data(data, "data")
-        batch = recipe.eval_batch(session.workers)
-        return Part(session, data, recipe.collate, batch=batch, data_workers=recipe.data_workers, name="data")
+        return self.recipe.part(session, data, "data", session.workers)
 
     def _average(self) -> Average | None:
         if self.average is None or self.recipe.ema is None:

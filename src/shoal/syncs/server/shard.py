@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.core.errors import AuditError, ShoalError
 from shoal.syncs.server.messages import Apply, Lease, Record
 from shoal.syncs.server.setup import Setup
-from shoal.syncs.server.stepping import Stepper
+from shoal.syncs.server.stepping import ShardGradients, Stepper
 from shoal.syncs.server.used import either, used_bytes
 
 
@@ -72,7 +72,7 @@ class Holding:
         self.version = version
         """Steps applied."""
         self._stepper = self._make_stepper(weights)
-        self.rates = self._stepper.rates()
+        self.rates = self._stepper.applier.rates()
         """Learning rates of the optimizer's groups that the last step was applied with."""
         self._open: dict[int, _Open] = {}
         self._kept: dict[int, dict[str, Any]] = {}
@@ -166,7 +166,8 @@ class Holding:
 
     def norm(self, step: int) -> float:
         """The squared norm of the sum, in double precision; not finite if any of its numbers is not."""
-        return self._stepper.square(self.sum_of(step), self._opened(step).used)
+        gradients = ShardGradients(self._stepper, self.sum_of(step), self._opened(step).used)
+        return self._stepper.applier.measure(gradients).square
 
     def sum_of(self, step: int) -> Tensor:
         """The sum of the step so far, where it lies."""
@@ -210,13 +211,13 @@ class Holding:
         opened = self._opened(order.step)
         if order.metric is not None:
             # first: in one process it is told right after the evaluation
-            self._stepper.evaluated(order.metric)
-        self.rates = opened.rates if self._arrival else self._stepper.rates()
+            self._stepper.applier.evaluated(order.metric)
+        self.rates = opened.rates if self._arrival else self._stepper.applier.rates()
         if opened.lent and not self._shares:
             self._stepper.step_lent(opened.lent, opened.used, order.scale)
         elif opened.total is not None:
             self._stepper.step(self.sum_of(order.step), opened.used, order.scale, mine=not self._shares)
-        self._stepper.end(order.loss)
+        self._stepper.applier.end(order.loss)
         del self._open[order.step]
         steps, samples = self._ledger
         self._ledger = steps + 1, samples + sum(stop - start for start, stop in opened.ranges)
@@ -249,7 +250,7 @@ class Holding:
             self._expect("memory for a scaled gradient", into)
             self._stepper.put(into, gradient, scale)
             gradient, scale = into, 1.0
-        rates = [usual * rate for usual in self._stepper.rates()]
+        rates = [usual * rate for usual in self._stepper.applier.rates()]
         self._stepper.step(gradient, used, scale, rates=rates)
         self._count(lease, used, rates)
         return Record(lease.step, [(lease.start, lease.stop)], used, rates)
@@ -257,7 +258,7 @@ class Holding:
     def replay(self, record: Record, gradient: Tensor) -> None:
         """As mirror: what the holder applied, with the gradient as it was applied. Nothing, if it is there already."""
         self._check_record(record)
-        if len(record.rates) != len(self._stepper.rates()):
+        if len(record.rates) != len(self._stepper.applier.rates()):
             raise Unfit(f"shard {self.number}: a record with {len(record.rates)} learning rates cannot be replayed")
         if len(record.ranges) != 1:
             raise Unfit(f"shard {self.number}: a record of {len(record.ranges)} leases cannot be replayed; send each")

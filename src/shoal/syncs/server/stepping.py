@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.syncs.applying import Applier
 from shoal.syncs.server import optimizers
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.used import is_used
-from shoal.syncs.updating import rates_of, update
 
 _CHUNK = 1 << 16
 """Elements whose squares are summed at once in double precision: they stay in the cache."""
@@ -50,6 +50,21 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+class ShardGradients(NamedTuple):
+    """Gradients in memory that is laid out as the shard; `mine`: it may be changed."""
+
+    stepper: Stepper
+    memory: Tensor
+    used: bytes
+    mine: bool = False
+
+    def square(self) -> float:
+        return self.stepper.square(self.memory, self.used)
+
+    def place(self, scale: float) -> None:
+        self.stepper.place(self.stepper._scaled(self.memory, scale, mine=self.mine), self.used)
+
+
 class Stepper:
     """Steps the optimizer and the schedule of a shard."""
 
@@ -65,7 +80,7 @@ class Stepper:
         self.weights = weights
         self._optimizer = optimizers.make(setup, shard, weights)
         self._params = optimizers.parameters(self._optimizer, setup, shard)
-        self._schedule = self._make_schedule()
+        self.applier = Applier(self._optimizer, self._make_schedule())
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -111,21 +126,17 @@ class Stepper:
         mine: bool = False,
     ) -> None:
         """An optimizer step with gradient × scale, at these learning rates if given; `mine`: it may be changed."""
-        gradient = self._scaled(gradient, scale, mine=mine)
-        places = self._places(gradient)
-        for number, param, view in places:
-            param.grad = view if is_used(used, number) else None
-        groups = [group for group in self._optimizer.param_groups if rates is not None and "lr" in group]
-        usuals = [group["lr"] for group in groups]
         try:
-            for group, rate in zip(groups, (rate for rate in rates or () if not math.isnan(rate)), strict=True):
-                group["lr"] = rate
-            update(self._optimizer)
+            self.applier.apply(ShardGradients(self, gradient, used, mine), scale, rates=rates)
         finally:
-            for group, usual in zip(groups, usuals, strict=True):
-                group["lr"] = usual
-            for _, param, _ in places:
-                param.grad = None
+            for param in self._params:
+                if param is not None:
+                    param.grad = None
+
+    def place(self, gradient: Tensor, used: bytes) -> None:
+        """Have its parts in `.grad` of the optimizer's parameters."""
+        for number, param, view in self._places(gradient):
+            param.grad = view if is_used(used, number) else None
 
     def step_lent(self, gradients: Sequence[tuple[Tensor, float]], used: bytes, scale: float) -> None:
         """An optimizer step with the sum of one or two gradients × scale; they are only read."""
@@ -150,26 +161,6 @@ class Stepper:
 
     # -- schedule ------------------------------------------------------------------------------------------------------
 
-    def rates(self) -> list[float]:
-        return rates_of(self._optimizer)
-
-    def evaluated(self, metric: float) -> None:
-        """For a schedule that goes by evaluations: there was one since the last step."""
-        if self._wants_metric():
-            self._schedule.step(metric)
-
-    def end(self, loss: float) -> None:
-        """A step has ended. A schedule that goes by losses is not stepped if this one is NaN."""
-        if self._schedule is None:
-            return
-        if not self._wants_metric():
-            self._schedule.step()
-        elif not math.isnan(loss):
-            self._schedule.step(loss)
-
-    def _wants_metric(self) -> bool:
-        return isinstance(self._schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
     def _make_schedule(self) -> Any:
         if self._setup.make_schedule is None:
             return None
@@ -187,18 +178,24 @@ class Stepper:
 
     def snapshot(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Copies of the weights (bytes), of the optimizer's state (see `optimizers.state`) and of the schedule's."""
-        tree = optimizers.state(self._optimizer, self._setup, self._shard) if optimizer else None
-        schedule = None if self._schedule is None else copy.deepcopy(self._schedule.state_dict())
-        return {"weights": self.weights.clone(), "optimizer": tree, "schedule": schedule}
+        schedule = self.applier.schedule
+        state = None if schedule is None else copy.deepcopy(schedule.state_dict())
+        return {"weights": self.weights.clone(), "optimizer": self._state() if optimizer else None, "schedule": state}
+
+    def _state(self) -> optimizers.Tree:
+        return optimizers.state(self._optimizer, self._setup, self._shard)
 
     def load(self, state: dict[str, Any]) -> None:
         """Become what a whole `snapshot` was made of."""
         self.weights.copy_(state["weights"])
-        optimizers.load(self._optimizer, self._setup, self._shard, state["optimizer"])
-        if self._schedule is not None:
-            self._schedule.load_state_dict(copy.deepcopy(state["schedule"]))
+        self._load(state["optimizer"])
+        if self.applier.schedule is not None:
+            self.applier.schedule.load_state_dict(copy.deepcopy(state["schedule"]))
             # torch's schedules warn if they are stepped before the optimizer; it was, if in another process
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _load(self, tree: optimizers.Tree) -> None:
+        optimizers.load(self._optimizer, self._setup, self._shard, tree)
 
     def move_to(self, weights: Tensor) -> None:
         """The live weights lie here from now on: the present ones are copied there."""

@@ -6,7 +6,6 @@ are kept as they came until the step is closed; then each touched row is in the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import ConfigError
+from shoal.syncs.applying import Applier
 from shoal.syncs.server import optimizers
 from shoal.syncs.server.messages import Lease, Record
 from shoal.syncs.server.setup import Setup
@@ -35,7 +35,8 @@ class TableStepper(Stepper):
         self.weights = weights
         self._param = nn.Parameter(weights.view(here.table.param.dtype).view(here.rows, here.table.width))
         self._optimizer = _make_optimizer(setup, here, self._param)
-        self._schedule = self._make_schedule()
+        self._params = [self._param]
+        self.applier = Applier(self._optimizer, self._make_schedule())
 
     @property
     def rows(self) -> Tensor:
@@ -80,30 +81,21 @@ class TableStepper(Stepper):
         size = self._param.shape
         return [(self._bit, self._param, torch.sparse_coo_tensor(rows[None], values, size, is_coalesced=True))]
 
-    def snapshot(self, *, optimizer: bool = True) -> dict[str, Any]:
-        tree: dict[str, Any] | None = None
-        if optimizer:
-            state = self._optimizer.state.get(self._param)
-            tree = {
-                "pieces": [],
-                "groups": [optimizers._options(group) for group in self._optimizer.param_groups],
-                "other": {},
-                "table": None if not state else optimizers._copied(dict(state)),
-            }
-        schedule = None if self._schedule is None else copy.deepcopy(self._schedule.state_dict())
-        return {"weights": self.weights.clone(), "optimizer": tree, "schedule": schedule}
+    def _state(self) -> optimizers.Tree:
+        state = self._optimizer.state.get(self._param)
+        return {
+            "pieces": [],
+            "groups": [optimizers._options(group) for group in self._optimizer.param_groups],
+            "other": {},
+            "table": None if not state else optimizers._copied(dict(state)),
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.weights.copy_(state["weights"])
-        tree = state["optimizer"]
+    def _load(self, tree: optimizers.Tree) -> None:
         self._optimizer.state.clear()
         if tree["table"] is not None:
             self._optimizer.state[self._param] = optimizers._copied(tree["table"])
         for group, options in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             group.update(optimizers._options(options))
-        if self._schedule is not None:
-            self._schedule.load_state_dict(copy.deepcopy(state["schedule"]))
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class TableHolding(Holding):
