@@ -21,19 +21,18 @@ from shoal.elastic.access import Access, port_of
 from shoal.elastic.journal import Journal
 from shoal.elastic.membership import Membership, Order, Plan, Tell
 from shoal.elastic.messages import (
+    MOST_ANSWER,
     MOST_BYTES,
     OPERATOR,
-    Add,
     Alive,
     Beat,
     Closing,
     Done,
     Down,
-    Get,
     Heard,
     Hello,
     Letter,
-    Put,
+    Question,
     Regroup,
     Say,
     Serving,
@@ -87,8 +86,8 @@ def _listening(access: Access, address: str) -> Server:
     with contextlib.suppress(ConfigError):
         before = access.endpoint()
         if before is not None:
-            return Server(access.keys, address, port=port_of(before), limit=MOST_BYTES)
-    return Server(access.keys, address, limit=MOST_BYTES)
+            return Server(access.keys, address, port=port_of(before), limit=MOST_BYTES, answers=MOST_ANSWER)
+    return Server(access.keys, address, limit=MOST_BYTES, answers=MOST_ANSWER)
 
 
 class Coordinator:
@@ -202,7 +201,7 @@ class Coordinator:
         if not self._post.fresh(letter.name, letter.life, letter.number):
             self._note_bad("that came before")
             return
-        if isinstance(letter.body, Put | Add | Get):
+        if isinstance(letter.body, Question):
             self._stir()
             self._answer(self._shelf.ask(peer, letter.life, letter.body))
             return
