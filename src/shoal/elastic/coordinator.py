@@ -132,6 +132,7 @@ class Coordinator:
             now = time.monotonic()
             if now >= next_tick:
                 self._obey(self._membership.tick(now))
+                self._decided = True  # what nobody was told of may wait for a tick
                 next_tick = now + TICK_SECONDS
                 self._show_life(now)
             if not self._leave_word():
@@ -237,8 +238,8 @@ class Coordinator:
 
     def _obey(self, orders: Sequence[Order], asker: str = "", peer: bytes | None = None) -> None:
         """Keep what is to be said for the end of the turn. What goes to the asker goes where it asked from."""
-        self._decided = True
         if orders:
+            self._decided = True
             self._stir()
         for order in orders:
             if not isinstance(order, Tell):
@@ -270,8 +271,12 @@ class Coordinator:
         if self._decided:
             self._write_down()
         outgoing, self._outgoing = self._outgoing, []
+        last: Down | None = None
+        payload = b""
         for peer, body in outgoing:
-            self._server.send(peer, encode(body))
+            if body is not last:  # a term is told to all of its members
+                last, payload = body, encode(body)
+            self._server.send(peer, payload)
         self._tell_engine()
         return bool(outgoing)
 

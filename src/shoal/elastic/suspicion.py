@@ -64,7 +64,8 @@ class Suspicion:
 
     def overdue(self, now: float) -> bool:
         """Whether it has been silent for too long. Never before its first beat: a start may take long."""
-        return self._last is not None and now - self._last > self.bound()
+        # the bound is only worked out for those that are late enough for any
+        return self._last is not None and now - self._last > self._floor and now - self._last > self.bound()
 
     def _measured(self) -> float:
         if len(self._intervals) < _ENOUGH:
