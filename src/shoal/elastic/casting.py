@@ -242,7 +242,7 @@ class Casting(ABC):
                 process = self._processes[seat] = Process(seat)
             process.life = life
             process.refused = False
-            self._forget_who_is_here()
+            self._present = None
             self._kept.signature = body.signature
             self._order(Tell(name, Welcome()))
 

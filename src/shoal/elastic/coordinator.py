@@ -114,7 +114,7 @@ class Coordinator:
         self._answered: dict[str, float] = {}
         self._untold: dict[str, deque[Down]] = {}
         """For workers that this process has not heard yet: the one before it may have."""
-        now = time.monotonic()
+        self._next_tick = now = time.monotonic()
         record = journal.last()
         self._membership = Membership(plan) if record is None else Membership.restored(plan, record, now)
         self._record = record
@@ -125,19 +125,22 @@ class Coordinator:
 
     def run(self) -> None:
         """Returns when the run is over."""
-        next_tick = time.monotonic()
         while not self._over():
-            self._hear_engine()
-            self._hear_workers()
-            now = time.monotonic()
-            if now >= next_tick:
-                self._obey(self._membership.tick(now))
-                self._decided = True  # what nobody was told of may wait for a tick
-                next_tick = now + TICK_SECONDS
-                self._show_life(now)
-            if not self._leave_word():
-                self._wait(next_tick)
+            if not self.turn():
+                self._wait(self._next_tick)
         self._leave_word()
+
+    def turn(self) -> bool:
+        """Hear what has come, and tell what follows. Returns whether any worker was told something; never waits."""
+        self._hear_engine()
+        self._hear_workers()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._obey(self._membership.tick(now))
+            self._decided = True  # what nobody was told of may wait for a tick
+            self._next_tick = now + TICK_SECONDS
+            self._show_life(now)
+        return self._leave_word()
 
     def _show_life(self, now: float) -> None:
         if now >= self._alive_at and not self._saying:

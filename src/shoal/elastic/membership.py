@@ -195,8 +195,10 @@ class Membership(Regrouping):
         process.holds = self._kept.held = True
         if self._mode is Mode.GATHERING:
             self._order(Tell(process.name, Regroup(self.term, now=True)))
-        elif self._mode is Mode.FORMING and all(member.formed == self.term for member in self._living()):
-            self._stand()
+        elif self._mode is Mode.FORMING:
+            self._unformed.discard(process.seat)
+            if not self._unformed:
+                self._stand()
 
     def _hear_unreached(self, process: Process, body: Unreached, now: float) -> None:
         if body.term != self.term or not self._is_living(process) or self._mode is not Mode.FORMING:

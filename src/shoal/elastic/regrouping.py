@@ -57,6 +57,8 @@ class Regrouping(Casting):
         """When the members were last told to leave."""
         self._slow_said = False
         self._hold_said = False
+        self._unformed: set[int] = set()
+        """Members that have yet to say that the term is formed, while it is. Who is lost meanwhile ends that."""
         self._unreached: dict[str, list[str]] = {}
         self._verdict_at: float | None = None
         self._vain = 0
@@ -276,6 +278,7 @@ class Regrouping(Casting):
         self._soft = False
         self._soft_at = self._verdict_at = None
         self._unreached = {}
+        self._unformed = {process.seat for process in chosen}
         self._forget_who_is_here()
         term = Term(self.term, self.members)
         for process in chosen:
