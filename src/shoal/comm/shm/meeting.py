@@ -118,11 +118,9 @@ def _prove(shared: Shared) -> str:
     ready = Channel(shared, 0)
     with suppress(GroupError):
         shared.note(_PROOF, 1000 + shared.rank, shared.rank)
-        ready.tell_all(shared.peers)
-        ready.hear_all(shared.peers)
+        ready.meet()
         wrong = [peer for peer in shared.peers if shared.noted(_PROOF, peer) != 1000 + peer]
-        ready.tell_all(shared.peers)
-        ready.hear_all(shared.peers)
+        ready.meet()
         if wrong:
             return f"does not see what {shared.name(wrong[0])} wrote: the memory is not shared in order"
         return ""
