@@ -75,6 +75,28 @@ def test_meeting_takes_a_few_messages_of_each_member(crowd: Crowd) -> None:
         assert A_TERM * (MEMBERS - 1) <= count <= A_TERM * MEMBERS + doors + 4, sent
 
 
+def test_a_coordinator_without_a_turn_suspects_nobody(tmp_path: Path) -> None:
+    with closing(Crowd(tmp_path, 3)) as crowd:
+        turns(crowd, lambda: len(crowd.starts) == 3)
+        crowd.start_all()
+        turns(crowd, lambda: len(crowd.changes) == 1)
+
+        def all_beat() -> None:
+            for member in crowd.members.values():
+                member.say(Beat(1, 0, Phase.COMPUTE, 0.0, 1.0))
+
+        for _ in range(12):
+            all_beat()
+            crowd.turn()
+        time.sleep(0.8)  # others had the cores
+        crowd.turn()
+        assert crowd.said[Look] == 0
+        until = time.monotonic() + 5.0
+        while not crowd.said[Look]:
+            assert time.monotonic() < until, "silence is noticed by one who listens"
+            crowd.turn()
+
+
 def test_no_letter_costs_more_the_more_workers_there_are() -> None:
     """The pure part alone, with beats: 2,000 workers send 20,000 of them in a second."""
     began = time.perf_counter()

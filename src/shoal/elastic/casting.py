@@ -5,6 +5,7 @@ The half of `shoal.elastic.membership` that deals with the engine.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from itertools import islice
 
@@ -79,6 +80,7 @@ class Casting(ABC):
         """What `_members_present` and `_expected` found, until somebody comes or goes: letters are many."""
         self._orders: list[Order] = []
         self._orphaned = False
+        self._listening_since = -math.inf
         self._blind = False
         """Restored, and the engine has not yet said who is present."""
         self._resting: dict[int, tuple[float, float]] = {}
@@ -354,16 +356,19 @@ class Casting(ABC):
 
     def _watch_silence(self, now: float) -> None:
         for process in self._processes.values():
-            if not process.lost and now >= process.look_after and process.suspicion.overdue(now):
+            if not process.lost and now >= process.look_after and self._is_overdue(process, now):
                 process.look_after = now + _LOOK_AGAIN
                 if not self._orphaned:
                     self._order(Look(process.seat))
                 elif now - (process.suspicion.last or now) > _ALONE_SILENCE:
                     self._mark_lost(process, now)
 
+    def _is_overdue(self, process: Process, now: float) -> bool:
+        return process.suspicion.overdue(now, self._listening_since)
+
     def _hear_looked(self, report: Looked, now: float) -> None:
         process = self._processes.get(report.seat)
-        if process is None or process.lost or not process.suspicion.overdue(now) or self._kept.complete:
+        if process is None or process.lost or not self._is_overdue(process, now) or self._kept.complete:
             return
         silent = now - (process.suspicion.last or now)
         why = _WHY.get(report.verdict)

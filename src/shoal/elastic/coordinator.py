@@ -50,6 +50,8 @@ from shoal.wire.curve import Server
 from shoal.wire.link import FrameError, Link, LinkClosed
 
 TICK_SECONDS = 0.05
+_LATE_SECONDS = 0.2
+"""A tick that comes so much later than it should: this process did not have its turn, or has more letters than time."""
 _LETTERS_AT_ONCE = 256
 _BUSY_SECONDS = 0.5
 """Since the last thing but a beat: then times are calm."""
@@ -133,9 +135,12 @@ class Coordinator:
     def turn(self) -> bool:
         """Hear what has come, and tell what follows. Returns whether any worker was told something; never waits."""
         self._hear_engine()
-        self._hear_workers()
+        heard_all = self._hear_workers()
         now = time.monotonic()
-        if now >= self._next_tick:
+        late = now - self._next_tick
+        if late >= 0 and (heard_all or late > _LATE_SECONDS):
+            if late > _LATE_SECONDS:
+                self._membership.was_absent(now)
             self._obey(self._membership.tick(now))
             self._decided = True  # what nobody was told of may wait for a tick
             self._next_tick = now + TICK_SECONDS
@@ -181,11 +186,12 @@ class Coordinator:
         self._saying.clear()
         self._obey(self._membership.orphaned(self._engine_gone_at) or ())
 
-    def _hear_workers(self) -> None:
+    def _hear_workers(self) -> bool:
+        """Whether that was all: more may wait, and whoever wrote them is not silent."""
         for _ in range(_LETTERS_AT_ONCE):
             arrival = self._server.receive()
             if arrival is None:
-                return
+                return True
             peer, payload = arrival
             try:
                 letter = decode_letter(payload)
@@ -193,6 +199,7 @@ class Coordinator:
                 self._note_bad("that is not a letter")
                 continue
             self._take(peer, letter)
+        return False
 
     def _take(self, peer: bytes, letter: Letter) -> None:
         if letter.run != self._run:

@@ -103,6 +103,10 @@ class Membership(Regrouping):
         self._orphaned = True
         return self._settled(now)
 
+    def was_absent(self, now: float) -> None:
+        """The coordinator has not listened for a while: whoever was silent until now may have spoken."""
+        self._listening_since = now
+
     def tick(self, now: float) -> list[Order]:
         """Time has passed. To be called some twenty times a second."""
         if self._mode is not Mode.OVER:

@@ -62,12 +62,12 @@ class Member:
         self._writing = Writing(_RUN, self.name)
         self._told = 0
         self._meeting: Iterator[ms.Question] = iter(())
-        self._say(ms.Hello(_VERSION, _SIGNATURE, 0))
+        self.say(ms.Hello(_VERSION, _SIGNATURE, 0))
 
     def hear(self, body: ms.Down) -> None:
         match body:
             case ms.Welcome() | ms.Regroup():
-                self._say(ms.Ready(self._told, 0, self.standing > 0))
+                self.say(ms.Ready(self._told, 0, self.standing > 0))
             case ms.Term() if body.number > self._told:
                 self._told = body.number
                 self._meeting = self._questions(body)
@@ -78,10 +78,10 @@ class Member:
     def _go_on(self) -> None:
         question = next(self._meeting, None)
         if question is not None:
-            self._say(question)
+            self.say(question)
         elif self.standing < self._told:
             self.standing = self._told
-            self._say(ms.Formed(self._told))
+            self.say(ms.Formed(self._told))
 
     def _questions(self, term: ms.Term) -> Iterator[ms.Question]:
         rank, size = term.members.index(self.name), len(term.members)
@@ -99,7 +99,7 @@ class Member:
             yield ms.Gather(number(), term.number, "door", host, -(-size // PER_HOST), b"40000")
         yield ms.Gather(number(), term.number, "reach", rank, size, b'[[],""]')
 
-    def _say(self, body: ms.Up) -> None:
+    def say(self, body: ms.Up) -> None:
         self._server.say(self._peer, self._writing.letter(body))
 
 
