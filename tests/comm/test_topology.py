@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from shoal.comm import topology
 from shoal.comm.choose import make_group
 from shoal.comm.group import Group, SoloGroup
 from shoal.comm.topology import HostsApart, Place, _Answer, _knock, host_identity, own_address
@@ -35,6 +39,68 @@ def test_what_is_said_of_a_host_that_does_not_answer() -> None:
     assert said.startswith("127.0.0.1 (host b) cannot be reached from 127.0.0.1 (host a): ")
     assert "firewalls" in said
     assert _knock(here, [], 1.0) == _Answer()
+    many = _knock(here, [(Place(host, f"b{host}", "127.0.0.1"), 1) for host in range(1, 21)], 5.0)
+    assert many.missed == list(range(1, 21))
+    assert many.said.count("cannot be reached") == 8
+    assert "and 12 more; look at routes" in many.said
+
+
+class GatheringStore:
+    """A store for threads that can only gather, and counts the questions of each member."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self._words: dict[str, dict[int, bytes]] = {}
+        self._changed = threading.Condition()
+
+    def gather(self, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+        with self._changed:
+            self.asked[threading.current_thread().name] += 1
+            words = self._words.setdefault(key, {})
+            assert words.setdefault(rank, value) == value
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: len(words) == size, timeout=10)
+            return [words[member] for member in range(size)]
+
+
+def told_on_hosts(hosts: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Any], list[int]]:
+    """What worker m on host `hosts[m]` learns of the places and of who can reach whom; the questions of each."""
+    store, told = GatheringStore(), dict[int, Any]()
+    monkeypatch.setattr(topology, "host_identity", lambda: f"host {hosts[int(threading.current_thread().name)]}")
+
+    def meet(rank: int) -> None:
+        places = topology.where_all_are(store, rank, len(hosts), "127.0.0.1")
+        try:
+            topology.refuse_unreachable(store, rank, places, 5.0)
+            told[rank] = [place.host for place in places]
+        except HostsApart as error:
+            told[rank] = error.pairs
+
+    threads = [threading.Thread(target=meet, args=(rank,), name=str(rank)) for rank in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return told, [store.asked[str(rank)] for rank in range(len(hosts))]
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_questions_of_a_member_however_many_there_are(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [host for host in range(3) for _ in range(each)]
+    told, asked = told_on_hosts(hosts, monkeypatch)
+    assert told == {rank: hosts for rank in range(len(hosts))}
+    assert asked == [3 if rank % each == 0 else 2 for rank in range(len(hosts))]
+
+
+def test_all_learn_from_one_who_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    knock = topology._knock
+
+    def knock_in_vain(me: Place, others: Any, reach: float) -> _Answer:
+        return _Answer([2], "no way") if me.host == 0 else knock(me, others, reach)
+
+    monkeypatch.setattr(topology, "_knock", knock_in_vain)
+    told, _ = told_on_hosts([0, 0, 1, 2], monkeypatch)
+    assert told == {rank: [(0, 3), (1, 3)] for rank in range(4)}
 
 
 @needs_lab

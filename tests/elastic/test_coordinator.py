@@ -19,11 +19,14 @@ from shoal.elastic.control import Control
 from shoal.elastic.coordinator import serve
 from shoal.elastic.messages import (
     MOST_BYTES,
+    MOST_VALUE,
     OPERATOR,
     Add,
     Changed,
     Closing,
     Ended,
+    Gather,
+    Gathered,
     Get,
     Held,
     Letter,
@@ -342,6 +345,79 @@ def test_who_waits_for_a_key_is_told_that_the_term_broke(stage: Stages) -> None:
         assert hand.answer() == Held(2)
         run.report(Ended(1, "was killed"))
         assert hand.answer() == Held(1, gone=True)
+    finally:
+        hand.client.close()
+
+
+def test_words_are_gathered() -> None:
+    shelf = Shelf()
+    shelf.begin(1)
+    assert shelf.ask(b"b", 2, Gather(7, 1, "k", 1, 3, b"two")) == []
+    assert shelf.ask(b"b", 2, Gather(7, 1, "k", 1, 3, b"two")) == []  # asked again: one question, one word
+    assert shelf.ask(b"a", 1, Gather(3, 1, "k", 0, 3, b"", wait=False)) == [(b"a", Held(3))]
+    for wrong in (Gather(4, 1, "k", 2, 4, b""), Gather(4, 1, "k", 3, 3, b""), Gather(4, 2, "k", 2, 3, b"")):
+        assert shelf.ask(b"a", 1, wrong) == [(b"a", Held(4, gone=True))]
+    words = [b"", b"two", b"three"]
+    answers = shelf.ask(b"c", 3, Gather(5, 1, "k", 2, 3, b"three"))
+    assert sorted(answers) == [(b"b", Gathered(7, words)), (b"c", Gathered(5, words))]
+    assert shelf.ask(b"a", 1, Gather(9, 1, "k", 0, 3, b"else")) == [(b"a", Gathered(9, words))], "the first word stays"
+    shelf.ask(b"a", 1, Gather(10, 1, "other", 0, 2, b""))
+    assert shelf.end(1) == [(b"a", Held(10, gone=True))]
+
+
+def test_a_gathering_has_only_so_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.elastic.shelf.MOST_GATHERED", 10)
+    monkeypatch.setattr("shoal.elastic.shelf.MOST_KEYS", 2)
+    monkeypatch.setattr("shoal.elastic.shelf.MOST_WAITING", 2)
+    shelf = Shelf()
+    shelf.begin(1)
+    assert shelf.ask(b"a", 1, Gather(1, 1, "k", 0, 9, b"123456")) == []
+    assert shelf.ask(b"b", 2, Gather(1, 1, "k", 1, 9, b"12345")) == [(b"b", Held(1, gone=True))]
+    assert shelf.ask(b"b", 2, Gather(2, 1, "k", 1, 9, b"1234")) == []
+    assert shelf.ask(b"c", 3, Gather(1, 1, "k", 2, 9, b"")) == [(b"c", Held(1, gone=True))], "too many wait"
+    assert shelf.ask(b"a", 1, Put(2, 1, "key", b"")) == [(b"a", Held(2))]
+    assert shelf.ask(b"a", 1, Put(3, 1, "another", b"")) == [(b"a", Held(3, gone=True))]
+    assert shelf.ask(b"a", 1, Gather(4, 1, "another", 0, 1, b"")) == [(b"a", Held(4, gone=True))]
+
+
+def test_a_gathering_outlives_the_coordinator(stage: Stages) -> None:
+    """One member has the answer and goes on. The other one has not, and asks a coordinator that was not there."""
+    run = stage(2)
+    controls = run.entered(0, 1)
+    term = run.formed(controls)
+    stores = [control.store(term.number) for control in controls]
+
+    def gathered(rank: int, said: dict[int, list[bytes]]) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: said.update({rank: stores[rank].gather("k", rank, 2, b"%d" % rank)}), daemon=True
+        )
+        thread.start()
+        return thread
+
+    said: dict[int, list[bytes]] = {}
+    for thread in [gathered(0, said), gathered(1, said)]:
+        thread.join(5)
+    assert said == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+    run.kill()
+    run.start(present=[0, 1])
+    again: dict[int, list[bytes]] = {}
+    gathered(1, again).join(5)
+    assert again == {1: [b"0", b"1"]}
+
+
+def test_an_answer_is_larger_than_a_letter_may_be(stage: Stages) -> None:
+    run = stage(2)
+    controls = run.entered(0, 1)
+    term = run.formed(controls)
+    word, members = b"x" * MOST_VALUE, 20
+    assert len(word) * members > MOST_BYTES
+    store = controls[0].store(term.number)
+    hand = Hand(run.access)
+    try:
+        for at in range(1, members):
+            hand.write(Gather(at, term.number, "k", at, members, word, wait=False), name="worker-1", number=at)
+            assert hand.answer() == Held(at)
+        assert store.gather("k", 0, members, word) == [word] * members
     finally:
         hand.client.close()
 

@@ -396,6 +396,21 @@ def test_a_silent_worker_is_looked_at_and_killed(verdict: str) -> None:
     assert started == [ms.Start(1)]
 
 
+def test_silence_does_not_count_while_the_coordinator_was_absent() -> None:
+    play = running(2)
+    for _ in range(20):
+        for seat in range(2):
+            play.hear(seat, ms.Beat(1, 1, Phase.COMPUTE, 0.0, 1.0))
+        play.after(0.1)
+    play.now += 3.0
+    play.it.was_absent(play.now)
+    assert of(ms.Look, play.after(0.0)) == []
+    assert of(ms.Look, play.after(0.4)) == []
+    assert of(ms.Look, play.after(0.2)) == [ms.Look(0), ms.Look(1)], "it has listened for long enough again"
+    play.it.was_absent(play.now)
+    assert of(ms.Kill, play.tell(ms.Looked(0, ms.CUT))) == []
+
+
 def test_without_an_engine_long_silence_is_a_loss() -> None:
     play = running(3)
     play.it.orphaned(play.now)

@@ -45,25 +45,30 @@ def test_gloo_meets_through_it(stage: Callable[..., Any]) -> None:
     assert [total for total, _ in values] == [6.0] * 3
 
 
-def test_groups_meet_through_it(stage: Callable[..., Any]) -> None:
-    run = stage(4)
+@pytest.mark.parametrize("size", [2, 6])
+def test_groups_meet_through_it(stage: Callable[..., Any], size: int) -> None:
+    run = stage(size)
 
     def meet(control: Control, term: Term) -> list[float]:
         rank = rank_of(control, term)
         began = time.monotonic()
-        group = make_group(control.store(term.number), rank, 4, torch.device("cpu"), timeout=SECONDS, run="a-run")
+        store = control.store(term.number)
+        before = control._writing.question()
+        group = make_group(store, rank, size, torch.device("cpu"), timeout=SECONDS, run="a-run")
         took = time.monotonic() - began
+        asked = control._writing.question() - before - 1
         numbers = group.buffer(1, torch.float32)
         numbers += rank + 1
         group.sum(numbers).wait()
         total = float(numbers)
         group.barrier()
         group.close()
-        return [total, took]
+        return [total, took, asked]
 
-    values = run.on_workers([0, 1, 2, 3], meet)
-    print(f"make_group, 4 members: {max(took for _, took in values) * 1e3:.1f} ms")
-    assert [total for total, _ in values] == [10.0] * 4
+    values = run.on_workers(list(range(size)), meet)
+    print(f"make_group, {size} members: {max(took for _, took, _ in values) * 1e3:.1f} ms")
+    assert [total for total, _, _ in values] == [size * (size + 1) / 2] * size
+    assert [asked for _, _, asked in values] == [4] * size, "questions of each, however many there are"
 
 
 # -- one worker --------------------------------------------------------------------------------------------------------

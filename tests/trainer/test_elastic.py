@@ -101,7 +101,7 @@ def fit(model: Callable[[], nn.Module] = plain, **options: Any) -> tuple[shoal.T
         options.pop("loss", slowly),
         options.pop("optimizer", lambda params: torch.optim.AdamW(params, lr=1e-2)),
         Points(),
-        batch_size=BATCH,
+        batch_size=options.pop("batch_size", BATCH),
         seed=5,
         callbacks=callbacks,
         **options,
@@ -606,3 +606,19 @@ def test_a_cut_ends_in_one_membership(pair: tuple[str, str], tmp_path: Path) -> 
     assert all(later.term > earlier.term for earlier, later in pairwise(changes))
     assert_whole(tmp_path)
     assert_same(trainer, calm())
+
+
+@pytest.mark.slow
+def test_as_many_workers_as_anybody_asks_for(tmp_path: Path) -> None:
+    """64 processes on whatever this machine has, and one of them dies: 64 meet, then 63, then 64 if there is time."""
+    batch, steps = 80, SAMPLES // 80 * EPOCHS
+    plan = FaultPlan().kill("worker-20", step=3, at="exchange").ledger(tmp_path)
+    trainer, result, seen = fit(batch_size=batch, workers=64, min_workers=1, faults=plan)
+    assert len(plan.fired()) == 1
+    assert result.steps == steps and seen.steps == list(range(1, steps + 1))
+    found = audit(tmp_path, Course(SAMPLES, batch), steps, deterministic=False)
+    assert not found.problems, "\n".join(found.problems)
+    changes = seen.of(shoal.Regrouped)
+    assert changes[0].lost == [20] and len(changes[0].workers) == 63
+    assert {event.worker for event in seen.of(shoal.WorkerSeen)} == set(range(64))
+    assert_same(trainer, calm(batch_size=batch))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.comm.account import Account
 from shoal.comm.connections import Connections
+from shoal.comm.gathering import gather
 from shoal.comm.graves import bury, keep_until_complete
 from shoal.comm.group import CPU, REVOKED, Done, Work, bytes_of, numbers_of
 from shoal.comm.strings import gather_bytes_by_rows, hint
@@ -333,8 +334,8 @@ def make_gloo(store: Any, rank: int, size: int, *, timeout: timedelta, host: str
 
     opened: Connections = guarded("meeting", lambda: Connections.opened_by(meet))
     mine = opened.ports()
-    store.set(f"gloo-ports/{rank}", ",".join(map(str, mine)).encode())
-    told = [text.decode().split(",") for text in store.multi_get([f"gloo-ports/{member}" for member in range(size)])]
+    words = gather(store, "gloo-ports", rank, size, ",".join(map(str, mine)).encode())
+    told = [text.decode().split(",") for text in words]
     return made[0], opened.between(mine, {int(port) for ports in told for port in ports if port})
 
 

@@ -15,10 +15,13 @@ from typing import Any
 
 import msgspec
 
+from shoal.comm.gathering import gather
 from shoal.core.errors import GroupError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHARED = Path("/dev/shm")
+_MOST_NAMED = 8
+"""Hosts out of reach of one, of which people are told why: everybody hears what all have to say."""
 REACH_SECONDS = 10.0
 """How long a host may take to answer before it counts as out of reach."""
 
@@ -72,8 +75,7 @@ def own_address(host: str | None) -> str:
 def where_all_are(store: Any, rank: int, size: int, host: str | None) -> list[Place]:
     """The place of each worker, as all workers see it."""
     mine = [host_identity(), socket.gethostname(), own_address(host)]
-    store.set(f"place/{rank}", "\n".join(mine).encode())
-    told = [text.decode().split("\n") for text in store.multi_get([f"place/{member}" for member in range(size)])]
+    told = [text.decode().split("\n") for text in gather(store, "place", rank, size, "\n".join(mine).encode())]
     numbers: dict[str, int] = {}
     return [Place(numbers.setdefault(host, len(numbers)), name, address) for host, name, address in told]
 
@@ -88,15 +90,14 @@ def refuse_unreachable(store: Any, rank: int, places: Sequence[Place], reach: fl
         return
     me = places[rank]
     with ExitStack() as stack:
+        answer = _Answer()
         if first[me.host] == rank:
             listener = stack.enter_context(_listener(me.address))
-            store.set(f"door/{me.host}", str(listener.getsockname()[1]).encode())
-            there = [host for host in first if host != me.host]
-            doors = store.multi_get([f"door/{host}" for host in there])
-            others = [(places[first[host]], int(door)) for host, door in zip(there, doors, strict=True)]
-            store.set(f"reach/{me.host}", msgspec.json.encode(_knock(me, others, reach)))
-        told = store.multi_get([f"reach/{host}" for host in first])
-    answers = [msgspec.json.decode(text, type=_Answer) for text in told]
+            doors = gather(store, "door", me.host, len(first), str(listener.getsockname()[1]).encode())
+            others = [(places[first[host]], int(doors[host])) for host in first if host != me.host]
+            answer = _knock(me, others, reach)
+        told = gather(store, "reach", rank, len(places), msgspec.json.encode(answer))
+    answers = [msgspec.json.decode(told[worker], type=_Answer) for worker in first.values()]
     apart = {frozenset([host, other]) for host, answer in zip(first, answers, strict=True) for other in answer.missed}
     if apart:
         hosts = [place.host for place in places]
@@ -146,6 +147,8 @@ def _knock(me: Place, others: Sequence[tuple[Place, int]], reach: float) -> _Ans
         thread.join()
     if not failed:
         return _Answer()
-    texts = [failed[host] for host in sorted(failed)]
+    texts = [failed[host] for host in sorted(failed)[:_MOST_NAMED]]
+    if len(failed) > _MOST_NAMED:
+        texts.append(f"and {len(failed) - _MOST_NAMED} more")
     texts[-1] += "; look at routes and firewalls between them, and whether the names point to the right addresses"
     return _Answer(sorted(failed), "; ".join(texts))

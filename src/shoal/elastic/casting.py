@@ -5,7 +5,9 @@ The half of `shoal.elastic.membership` that deals with the engine.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from itertools import islice
 
 import msgspec
 
@@ -23,6 +25,7 @@ from shoal.elastic.messages import (
     Look,
     Looked,
     Present,
+    Ready,
     Refused,
     Say,
     Start,
@@ -36,7 +39,7 @@ from shoal.elastic.terms import (
     Process,
     Tell,
     encode_kept,
-    lowest_free,
+    free_seats,
     process_of,
     remember_life,
     second_death,
@@ -71,8 +74,14 @@ class Casting(ABC):
         self._plan = plan
         self._kept = kept
         self._processes: dict[int, Process] = {}
+        self._ready: dict[int, Process] = {}
+        """Those that are in no term and have said so. All of them count."""
+        self._present: dict[int, Process] | None = None
+        self._going: list[Process] | None = None
+        """What `_members_present` and `_expected` found, until somebody comes or goes: letters are many."""
         self._orders: list[Order] = []
         self._orphaned = False
+        self._listening_since = -math.inf
         self._blind = False
         """Restored, and the engine has not yet said who is present."""
         self._resting: dict[int, tuple[float, float]] = {}
@@ -111,6 +120,7 @@ class Casting(ABC):
     def _restore(self, kept: Kept, now: float) -> None:
         self._kept = kept
         self._blind = True
+        self._forget_who_is_here()
         self._processes = {occupied.seat: process_of(occupied) for occupied in kept.seats}
         for process in self._processes.values():
             process.lost_at = now
@@ -138,8 +148,28 @@ class Casting(ABC):
 
     def _living(self) -> list[Process]:
         """Members of the current term that were not lost, by rank."""
-        found = (self._process(member.name, member.life) for member in self._kept.members)
-        return [process for process in found if process is not None and not process.leaving]
+        return list(self._members_present().values())
+
+    def _is_living(self, process: Process) -> bool:
+        return self._members_present().get(process.seat) is process
+
+    def _members_present(self) -> dict[int, Process]:
+        """The living members of the current term by seat, in order of rank."""
+        if self._present is None:
+            found = (self._process(member.name, member.life) for member in self._kept.members)
+            self._present = {process.seat: process for process in found if process is not None and not process.leaving}
+        return self._present
+
+    def _forget_who_is_here(self) -> None:
+        """To be called whenever a process comes, goes, or becomes a member."""
+        self._present = self._going = None
+
+    def _note_ready(self, process: Process, word: Ready | None) -> None:
+        process.ready = word
+        if word is None:
+            self._ready.pop(process.seat, None)
+        else:
+            self._ready[process.seat] = process
 
     def _process(self, name: str, life: int) -> Process | None:
         """The process of that name and life, if it was welcome and is not lost."""
@@ -164,14 +194,15 @@ class Casting(ABC):
                 )
             return
         resting = self._rest_of(now)
-        while self._expected(now) + len(resting) < self._kept.target:
-            seat = lowest_free([*self._processes, *resting])
-            self._processes[seat] = Process(seat)
-            self._order(Start(seat))
+        missing = self._kept.target - self._expected(now) - len(resting)
+        if missing > 0:
+            for seat in islice(free_seats([*self._processes, *resting]), missing):
+                self._processes[seat] = Process(seat)
+                self._order(Start(seat))
 
     def _rest_of(self, now: float) -> list[int]:
         """Seats to be left empty for now; none where the run cannot go on without them."""
-        if len(self._counting()) < self._plan.least:
+        if not self._resting or len(self._counting()) < self._plan.least:
             return []
         return [seat for seat, (until, _) in self._resting.items() if now < until and seat not in self._processes]
 
@@ -182,10 +213,10 @@ class Casting(ABC):
 
     def _expected(self, now: float) -> int:
         """Seats that have a process, or will be free in a moment for another one."""
-        return sum(
-            not process.leaving and not (process.lost and now - process.lost_at > _KILL_TIME)
-            for process in self._processes.values()
-        )
+        if self._going is None:
+            self._going = [process for process in self._processes.values() if process.leaving or process.lost]
+        gone = sum(process.leaving or now - process.lost_at > _KILL_TIME for process in self._going)
+        return len(self._processes) - gone
 
     def _forgive(self) -> None:
         """What has ended before it was ready does not count any longer."""
@@ -226,6 +257,7 @@ class Casting(ABC):
                 process = self._processes[seat] = Process(seat)
             process.life = life
             process.refused = False
+            self._present = None
             self._kept.signature = body.signature or self._kept.signature
             self._order(Tell(name, Welcome(begun=not self._is_before_the_first)))
 
@@ -260,7 +292,8 @@ class Casting(ABC):
 
     def _dismiss(self, process: Process, why: str) -> None:
         process.leaving = True
-        process.ready = None
+        self._forget_who_is_here()
+        self._note_ready(process, None)
         self._order(Tell(process.name, Leave(why)))
 
     def _expel(self, process: Process, why: str, now: float) -> None:
@@ -270,10 +303,11 @@ class Casting(ABC):
         self._mark_lost(process, now)
 
     def _mark_lost(self, process: Process, now: float) -> None:
-        was_member = process in self._living()
+        was_member = self._is_living(process)
         process.lost = True
         process.lost_at = now
-        process.ready = None
+        self._forget_who_is_here()
+        self._note_ready(process, None)
         remember_life(self._kept.ended, process)
         if not (self._plan.replaces or process.leaving or self._kept.complete):
             self._fail(f"{process.name} is lost", seat=process.seat)
@@ -285,6 +319,7 @@ class Casting(ABC):
         if not process.lost:
             self._mark_lost(process, now)
         del self._processes[process.seat]
+        self._forget_who_is_here()
 
     def _hear_ended(self, report: Ended, now: float) -> None:
         process = self._processes.get(report.seat)
@@ -349,16 +384,19 @@ class Casting(ABC):
 
     def _watch_silence(self, now: float) -> None:
         for process in self._processes.values():
-            if not process.lost and now >= process.look_after and process.suspicion.overdue(now):
+            if not process.lost and now >= process.look_after and self._is_overdue(process, now):
                 process.look_after = now + _LOOK_AGAIN
                 if not self._orphaned:
                     self._order(Look(process.seat))
                 elif now - (process.suspicion.last or now) > _ALONE_SILENCE:
                     self._mark_lost(process, now)
 
+    def _is_overdue(self, process: Process, now: float) -> bool:
+        return process.suspicion.overdue(now, self._listening_since)
+
     def _hear_looked(self, report: Looked, now: float) -> None:
         process = self._processes.get(report.seat)
-        if process is None or process.lost or not process.suspicion.overdue(now) or self._kept.complete:
+        if process is None or process.lost or not self._is_overdue(process, now) or self._kept.complete:
             return
         silent = now - (process.suspicion.last or now)
         why = _WHY.get(report.verdict)

@@ -21,19 +21,18 @@ from shoal.elastic.access import Access, port_of
 from shoal.elastic.journal import Journal
 from shoal.elastic.membership import Membership, Order, Plan, Tell
 from shoal.elastic.messages import (
+    MOST_ANSWER,
     MOST_BYTES,
     OPERATOR,
-    Add,
     Alive,
     Beat,
     Closing,
     Done,
     Down,
-    Get,
     Heard,
     Hello,
     Letter,
-    Put,
+    Question,
     Regroup,
     Say,
     Serving,
@@ -51,6 +50,8 @@ from shoal.wire.curve import Server
 from shoal.wire.link import FrameError, Link, LinkClosed
 
 TICK_SECONDS = 0.05
+_LATE_SECONDS = 0.2
+"""A tick that comes so much later than it should: this process did not have its turn, or has more letters than time."""
 _LETTERS_AT_ONCE = 256
 _BUSY_SECONDS = 0.5
 """Since the last thing but a beat: then times are calm."""
@@ -87,8 +88,8 @@ def _listening(access: Access, address: str) -> Server:
     with contextlib.suppress(ConfigError):
         before = access.endpoint()
         if before is not None:
-            return Server(access.keys, address, port=port_of(before), limit=MOST_BYTES)
-    return Server(access.keys, address, limit=MOST_BYTES)
+            return Server(access.keys, address, port=port_of(before), limit=MOST_BYTES, answers=MOST_ANSWER)
+    return Server(access.keys, address, limit=MOST_BYTES, answers=MOST_ANSWER)
 
 
 class Coordinator:
@@ -115,7 +116,7 @@ class Coordinator:
         self._answered: dict[str, float] = {}
         self._untold: dict[str, deque[Down]] = {}
         """For workers that this process has not heard yet: the one before it may have."""
-        now = time.monotonic()
+        self._next_tick = now = time.monotonic()
         record = journal.last()
         self._membership = Membership(plan) if record is None else Membership.restored(plan, record, now)
         self._record = record
@@ -126,18 +127,25 @@ class Coordinator:
 
     def run(self) -> None:
         """Returns when the run is over."""
-        next_tick = time.monotonic()
         while not self._over():
-            self._hear_engine()
-            self._hear_workers()
-            now = time.monotonic()
-            if now >= next_tick:
-                self._obey(self._membership.tick(now))
-                next_tick = now + TICK_SECONDS
-                self._show_life(now)
-            if not self._leave_word():
-                self._wait(next_tick)
+            if not self.turn():
+                self._wait(self._next_tick)
         self._leave_word()
+
+    def turn(self) -> bool:
+        """Hear what has come, and tell what follows. Returns whether any worker was told something; never waits."""
+        self._hear_engine()
+        heard_all = self._hear_workers()
+        now = time.monotonic()
+        late = now - self._next_tick
+        if late >= 0 and (heard_all or late > _LATE_SECONDS):
+            if late > _LATE_SECONDS:
+                self._membership.was_absent(now)
+            self._obey(self._membership.tick(now))
+            self._decided = True  # what nobody was told of may wait for a tick
+            self._next_tick = now + TICK_SECONDS
+            self._show_life(now)
+        return self._leave_word()
 
     def _show_life(self, now: float) -> None:
         if now >= self._alive_at and not self._saying:
@@ -178,11 +186,12 @@ class Coordinator:
         self._saying.clear()
         self._obey(self._membership.orphaned(self._engine_gone_at) or ())
 
-    def _hear_workers(self) -> None:
+    def _hear_workers(self) -> bool:
+        """Whether that was all: more may wait, and whoever wrote them is not silent."""
         for _ in range(_LETTERS_AT_ONCE):
             arrival = self._server.receive()
             if arrival is None:
-                return
+                return True
             peer, payload = arrival
             try:
                 letter = decode_letter(payload)
@@ -190,6 +199,7 @@ class Coordinator:
                 self._note_bad("that is not a letter")
                 continue
             self._take(peer, letter)
+        return False
 
     def _take(self, peer: bytes, letter: Letter) -> None:
         if letter.run != self._run:
@@ -202,7 +212,7 @@ class Coordinator:
         if not self._post.fresh(letter.name, letter.life, letter.number):
             self._note_bad("that came before")
             return
-        if isinstance(letter.body, Put | Add | Get):
+        if isinstance(letter.body, Question):
             self._stir()
             self._answer(self._shelf.ask(peer, letter.life, letter.body))
             return
@@ -238,8 +248,8 @@ class Coordinator:
 
     def _obey(self, orders: Sequence[Order], asker: str = "", peer: bytes | None = None) -> None:
         """Keep what is to be said for the end of the turn. What goes to the asker goes where it asked from."""
-        self._decided = True
         if orders:
+            self._decided = True
             self._stir()
         for order in orders:
             if not isinstance(order, Tell):
@@ -271,8 +281,12 @@ class Coordinator:
         if self._decided:
             self._write_down()
         outgoing, self._outgoing = self._outgoing, []
+        last: Down | None = None
+        payload = b""
         for peer, body in outgoing:
-            self._server.send(peer, encode(body))
+            if body is not last:  # a term is told to all of its members
+                last, payload = body, encode(body)
+            self._server.send(peer, payload)
         self._tell_engine()
         return bool(outgoing)
 

@@ -19,15 +19,15 @@ from shoal.elastic.access import Access
 from shoal.elastic.board import WAITING, Place, Sight
 from shoal.elastic.messages import (
     MOST_BYTES,
-    Add,
     Beat,
     Done,
     Down,
     Formed,
+    Gathered,
     Heard,
     Held,
     Hello,
-    Put,
+    Lasting,
     Ready,
     Refused,
     Unreached,
@@ -86,9 +86,9 @@ class Dispatch:
         """What is said until it is answered, and when next."""
         self._claims: dict[type[Claim], tuple[Claim, int]] = {}
         """What is said a few times, and how often still; kept for the next coordinator."""
-        self._again: list[Put | Add] = []
+        self._again: list[Lasting] = []
         self._hello: Hello | None = None
-        self._keys: deque[Put | Add] = deque(maxlen=_MOST_KEYS)
+        self._keys: deque[Lasting] = deque(maxlen=_MOST_KEYS)
         self._ending = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hangup = select.epoll()
@@ -132,7 +132,7 @@ class Dispatch:
             self._claims[type(body)] = (body, 1 + _CLAIMS)
         self._ring()
 
-    def remember_key(self, body: Put | Add) -> None:
+    def remember_key(self, body: Lasting) -> None:
         """What this worker has put into the store of the term: a new coordinator must be told of it."""
         with self._lock:
             self._keys.append(body)
@@ -279,7 +279,7 @@ class Dispatch:
         elif isinstance(body, Welcome | Refused):
             self.settle(Hello)
             self._hear(body)
-        elif not isinstance(body, Held):  # answers to keys that were said again
+        elif not isinstance(body, Held | Gathered):  # answers to keys that were said again
             self._hear(body)
 
     def _know_coordinator(self, life: int) -> None:

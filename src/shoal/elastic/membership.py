@@ -77,6 +77,8 @@ class Membership(Regrouping):
             self._hear_process(process, body, now)
         elif isinstance(body, Ready) and self._is_unknown(name):
             self._refuse_unknown(name)
+        if isinstance(body, Beat) and not self._orders:
+            return []  # most letters are beats: nothing follows from one, and what does from time waits for the tick
         return self._settled(now)
 
     def engine(self, report: FromEngine, now: float) -> list[Order]:
@@ -100,6 +102,10 @@ class Membership(Regrouping):
         """The engine is gone: nobody is started or killed from now on."""
         self._orphaned = True
         return self._settled(now)
+
+    def was_absent(self, now: float) -> None:
+        """The coordinator has not listened for a while: whoever was silent until now may have spoken."""
+        self._listening_since = now
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed. To be called some twenty times a second."""
@@ -160,20 +166,20 @@ class Membership(Regrouping):
             self._order(Tell(process.name, Finish()))
         elif process.leaving:
             self._order(Tell(process.name, Leave("the run goes on with fewer workers")))
-        elif process in self._living() and body.term < self.term:
+        elif self._is_living(process) and body.term < self.term:
             self._tell_term_again(process)
         else:
-            process.ready = body
+            self._note_ready(process, body)
             process.was_ready = True
             process.holds = process.holds or body.holds
             self._kept.held = self._kept.held or body.holds
-            if process in self._living():
+            if self._is_living(process):
                 self._member_left(now)
 
     def _tell_term_again(self, process: Process) -> None:
         """It may or may not have heard of this term. Before it is counted on, it has to have left it behind."""
         if self._mode is Mode.GATHERING:
-            self._order_one_out(process, hard=True)
+            self._order_these_out([process], hard=True)
         elif process.formed < self.term:
             self._order(Tell(process.name, Term(self.term, self.members)))
 
@@ -187,17 +193,19 @@ class Membership(Regrouping):
                 self._judge(now)
 
     def _hear_formed(self, process: Process, body: Formed) -> None:
-        if body.term != self.term or process not in self._living() or process.ready is not None:
+        if body.term != self.term or not self._is_living(process) or process.ready is not None:
             return
         process.formed = body.term
         process.holds = self._kept.held = True
         if self._mode is Mode.GATHERING:
             self._order(Tell(process.name, Regroup(self.term, now=True)))
-        elif self._mode is Mode.FORMING and all(member.formed == self.term for member in self._living()):
-            self._stand()
+        elif self._mode is Mode.FORMING:
+            self._unformed.discard(process.seat)
+            if not self._unformed:
+                self._stand()
 
     def _hear_unreached(self, process: Process, body: Unreached, now: float) -> None:
-        if body.term != self.term or process not in self._living() or self._mode is not Mode.FORMING:
+        if body.term != self.term or not self._is_living(process) or self._mode is not Mode.FORMING:
             return
         # also without names: those that are apart may have yet to say so, and told to leave they never would
         if self._verdict_at is None:

@@ -15,6 +15,10 @@ MOST_BYTES = 1 << 20
 """Of one message."""
 MOST_VALUE = 1 << 16
 """Bytes of a value in the store of a term."""
+MOST_GATHERED = 16 << 20
+"""Bytes of all words of one gathering."""
+MOST_ANSWER = MOST_GATHERED + MOST_BYTES
+"""Of an answer to a question about the store of a term: a gathering's words and what frames them."""
 MOST_SEATS = 4096
 
 COORDINATOR = "coordinator"
@@ -136,6 +140,21 @@ class Get(_Message, frozen=True, tag=True):
     wait: bool = True
 
 
+class Gather(_Message, frozen=True, tag=True):
+    """Hand in the word of member `at` of `of`. Answered by `Gathered` once all have; with `wait` False by `Held`.
+
+    One letter and one answer for each member, where keys would be as many questions as there are members.
+    """
+
+    number: Number
+    term: Number
+    key: Key
+    at: Seat
+    of: Annotated[int, Meta(ge=1, le=MOST_SEATS)]
+    value: Value
+    wait: bool = True
+
+
 class Scale(_Message, frozen=True, tag=True):
     """An operator: so many workers, or servers, from now on. Answered by `Welcome` or `Refused`."""
 
@@ -143,7 +162,10 @@ class Scale(_Message, frozen=True, tag=True):
     servers: Annotated[int, Meta(ge=1, lt=MOST_SEATS)] | None = None
 
 
-Up: TypeAlias = Hello | Beat | Ready | Formed | Unreached | Done | Put | Add | Get | Scale
+Lasting: TypeAlias = Put | Add | Gather
+"""What the store of a term has from a worker: a coordinator that follows another must be told of it again."""
+Question: TypeAlias = Lasting | Get
+Up: TypeAlias = Hello | Beat | Ready | Formed | Unreached | Done | Question | Scale
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -204,11 +226,18 @@ class Finish(_Message, frozen=True, tag=True):
 
 
 class Held(_Message, frozen=True, tag=True):
-    """The answer to `Put`, `Add` or `Get` of that number. `gone`: the term is over, and there will be no value."""
+    """The answer to the question of that number. `gone`: the term is over, and there will be no value."""
 
     number: Number
     value: Value | None = None
     gone: bool = False
+
+
+class Gathered(_Message, frozen=True, tag=True):
+    """The answer to the `Gather` of that number: the words of all members, in order."""
+
+    number: Number
+    words: Annotated[list[Value], Meta(max_length=MOST_SEATS)]
 
 
 class Heard(_Message, frozen=True, tag=True):
@@ -218,7 +247,7 @@ class Heard(_Message, frozen=True, tag=True):
     """Of the coordinator's process: another one knows nothing of what was said only to the one before."""
 
 
-Down: TypeAlias = Welcome | Refused | Term | Regroup | Hold | Leave | Finish | Held | Heard
+Down: TypeAlias = Welcome | Refused | Term | Regroup | Hold | Leave | Finish | Held | Gathered | Heard
 
 
 # -- coordinator to engine ---------------------------------------------------------------------------------------------

@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal.elastic.messages import MOST_BYTES, Add, Get, Held, Put, decode_down
+from shoal.elastic.messages import MOST_ANSWER, Gathered, Held, Put, Question, decode_down
 from shoal.elastic.writing import Writing
 from shoal.wire.curve import Client, Keys
 
 SLICE_SECONDS = 0.02
 """Of waiting, between which it is seen whether the term is over."""
-_REPEAT_SECONDS = 0.25
-
-Question = Put | Add | Get
+_REPEAT_SECONDS, _LONGEST_REPEAT = 0.25, 1.0
+"""Until a question without an answer is asked again: the first time, and at most, doubling. Others may take long."""
 
 
 class Questions:
@@ -24,8 +23,8 @@ class Questions:
     def __init__(self, endpoint: str, keys: Keys, writing: Writing) -> None:
         self._endpoint = endpoint
         self._writing = writing
-        self._client = Client(endpoint, keys, limit=MOST_BYTES)
-        self._answers: dict[int, Held] = {}
+        self._client = Client(endpoint, keys, limit=MOST_ANSWER)
+        self._answers: dict[int, Held | Gathered] = {}
         self._awaited: set[int] = set()
         self.refused = 0
         """The highest number of a question that was not waited for and could not be answered."""
@@ -42,12 +41,13 @@ class Questions:
         """Say this without waiting for the answer. Later questions of this connection are answered after it."""
         self._client.send(self._writing.letter(body))
 
-    def ask(self, bodies: list[Question], seconds: float, stop: Callable[[], None]) -> list[Held]:
+    def ask(self, bodies: list[Question], seconds: float, stop: Callable[[], None]) -> list[Held | Gathered]:
         """The answers, in order. `stop` is called again and again while there are none, and may raise.
 
         Raises TimeoutError after so many seconds. Questions may be sent several times; they have the same effect.
         """
         until = time.monotonic() + seconds
+        patience = _REPEAT_SECONDS
         self._awaited = {body.number for body in bodies}
         self._answers.clear()
         try:
@@ -55,7 +55,8 @@ class Questions:
                 for body in bodies:
                     if body.number not in self._answers:
                         self._client.send(self._writing.letter(body))
-                self._listen(min(until, time.monotonic() + _REPEAT_SECONDS), stop)
+                self._listen(min(until, time.monotonic() + patience), stop)
+                patience = min(2 * patience, _LONGEST_REPEAT)
                 if time.monotonic() >= until and len(self._answers) < len(bodies):
                     raise TimeoutError
             return [self._answers[body.number] for body in bodies]
@@ -81,8 +82,8 @@ class Questions:
             body = decode_down(payload)
         except (msgspec.MsgspecError, ValueError):
             return
-        if isinstance(body, Held):
+        if isinstance(body, Held | Gathered):
             if body.number in self._awaited:
                 self._answers[body.number] = body
-            elif body.gone:
+            elif isinstance(body, Held) and body.gone:
                 self.refused = max(self.refused, body.number)

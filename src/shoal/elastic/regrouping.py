@@ -57,6 +57,8 @@ class Regrouping(Casting):
         """When the members were last told to leave."""
         self._slow_said = False
         self._hold_said = False
+        self._unformed: set[int] = set()
+        """Members that have yet to say that the term is formed, while it is. Who is lost meanwhile ends that."""
         self._unreached: dict[str, list[str]] = {}
         self._verdict_at: float | None = None
         self._vain = 0
@@ -82,7 +84,7 @@ class Regrouping(Casting):
 
     def _consider_regroup(self, now: float) -> None:
         """While a term stands: ask its members to leave softly if others are to join, or some to go."""
-        candidates = [process for process in self._counting() if process.ready is not None]
+        candidates = [process for _, process in sorted(self._ready.items())]
         count = len(self._kept.members)
         if count > self._kept.target or (candidates and count < self._kept.target):
             if self._soft_at is None:
@@ -130,15 +132,15 @@ class Regrouping(Casting):
     def _order_out(self, now: float, *, hard: bool) -> None:
         """Tell the members that have not left the term to do so."""
         self._ordered_at = now
-        for process in self._living():
-            if process.ready is None:
-                self._order_one_out(process, hard=hard)
+        self._order_these_out([process for process in self._living() if process.ready is None], hard=hard)
 
-    def _order_one_out(self, process: Process, *, hard: bool) -> None:
-        if process.formed < self.term:
-            # it may not have heard of the term, and must not hear of it later
-            self._order(Tell(process.name, Term(self.term, self.members)))
-        self._order(Tell(process.name, Regroup(self.term, now=hard)))
+    def _order_these_out(self, processes: list[Process], *, hard: bool) -> None:
+        term, regroup = Term(self.term, self.members), Regroup(self.term, now=hard)
+        for process in processes:
+            if process.formed < self.term:
+                # it may not have heard of the term, and must not hear of it later
+                self._order(Tell(process.name, term))
+            self._order(Tell(process.name, regroup))
 
     def _press(self, now: float) -> None:
         """Those that have not left the term yet are told again, and people who is waited for."""
@@ -192,18 +194,20 @@ class Regrouping(Casting):
 
     def _try_to_declare(self, now: float) -> None:
         """Declare the next term if all living members of the last one have left it, and enough processes are ready."""
+        if len(self._ready) < len(self._members_present()):
+            return
         living = self._living()
         if any(process.ready is None for process in living):
             return
         if self._state_is_gone(living):
             self._fail("no worker is left that has the state of the run: all that had it were lost", everything=True)
             return
-        ready = by_rank(self._counting())
-        if self._is_before_the_first and not self._may_begin(len(ready), now):
+        if self._is_before_the_first and not self._may_begin(len(self._ready), now):
             return
-        if len(ready) < self._plan.least:
-            self._hold(ready, now)
+        if len(self._ready) < self._plan.least:
+            self._hold(now)
         else:
+            ready = by_rank(self._ready.values())
             self._declare(ready[: self._kept.target], ready[self._kept.target :])
 
     def _state_is_gone(self, living: list[Process]) -> bool:
@@ -239,9 +243,12 @@ class Regrouping(Casting):
             )
         return ready >= self._plan.least
 
-    def _hold(self, ready: list[Process], now: float) -> None:
+    def _hold(self, now: float) -> None:
         if self._is_before_the_first or now - self._gathering_since < _PATIENT:
             return
+        if self._hold_said and all(process.holding for process in self._ready.values()):
+            return
+        ready = by_rank(self._ready.values())
         why = f"{len(ready)} workers are ready, and the run needs {self._plan.least} (min_workers): waiting for more"
         keeper = self._keeper(ready)
         for process in ready:
@@ -258,7 +265,8 @@ class Regrouping(Casting):
         """Who should save: the one that did it so far, if it is as far as any, for it may still be writing."""
         if not ready:
             return None
-        first = next((process for process in ready if self.members[:1] == [process.name]), ready[0])
+        before = self._kept.members[0].name if self._kept.members else ""
+        first = next((process for process in ready if process.name == before), ready[0])
         assert first.ready is not None and ready[0].ready is not None
         return first if first.ready.position == ready[0].ready.position and first.holds else ready[0]
 
@@ -270,10 +278,13 @@ class Regrouping(Casting):
         self._soft = False
         self._soft_at = self._verdict_at = None
         self._unreached = {}
+        self._unformed = {process.seat for process in chosen}
+        self._forget_who_is_here()
+        term = Term(self.term, self.members)
         for process in chosen:
-            process.ready = None
+            self._note_ready(process, None)
             process.holding = False
-            self._order(Tell(process.name, Term(self.term, self.members)))
+            self._order(Tell(process.name, term))
         for process in others:
             self._dismiss(process, f"the run goes on with {len(chosen)} workers")
 
@@ -300,12 +311,15 @@ class Regrouping(Casting):
         if step is not None:
             self._break_stall(members, step, now)
             return
-        for waiter, busy in impatient(members, self.term):
-            assert waiter.beat is not None
-            once = waiter.beat.step, waiter.name
+        found = [(waiter.beat, waiter, busy) for waiter, busy in impatient(members, self.term) if waiter.beat]
+        waits = {(beat.step, waiter.name): (waiter, busy) for beat, waiter, busy in found}
+        if waits.keys() <= self._waits_said:
+            return
+        for once, (waiter, busy) in waits.items():
             if once not in self._waits_said:
-                self._waits_said = {said for said in self._waits_said if said[0] >= once[0]} | {once}
                 self._order(Say(waiting_text(waiter, busy, now, replaces=self._plan.replaces)))
+        oldest, _ = min(waits)
+        self._waits_said = {once for once in self._waits_said if once[0] >= oldest} | waits.keys()
 
     def _break_stall(self, members: list[Process], step: int, now: float) -> None:
         self._stalls = self._stalls + 1 if step <= self._stall_step else 1

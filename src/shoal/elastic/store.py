@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import msgspec
 from torch._C._distributed_c10d import Store
 
-from shoal.elastic.messages import MOST_VALUE, Add, Get, Held, Put
-from shoal.elastic.questions import Question, Questions
+from shoal.elastic.messages import MOST_VALUE, Add, Gather, Gathered, Get, Held, Lasting, Put, Question
+from shoal.elastic.questions import Questions
 
 
 class TermStore(Store):
@@ -24,7 +25,7 @@ class TermStore(Store):
         questions: Questions,
         term: int,
         why_over: Callable[[int], str | None],
-        remember: Callable[[Put | Add], None],
+        remember: Callable[[Lasting], None],
     ) -> None:
         super().__init__()
         self._questions = questions
@@ -36,13 +37,18 @@ class TermStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Returns before the coordinator has it. What this worker asks afterwards is answered afterwards."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        if len(data) > MOST_VALUE:
-            raise ValueError(f"a value of {len(data)} bytes for {key!r}; at most {MOST_VALUE} fit into a term's store")
         self._refuse_if_over()
-        body = Put(self._questions.number(), self._term, key, data)
+        body = Put(self._questions.number(), self._term, key, _fitting(key, value))
         self._remember(body)
         self._questions.tell(body)
+
+    def gather(self, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+        """Hand in this member's word; those of all `size` members, in order of rank, once all have."""
+        body = Gather(self._questions.number(), self._term, key, rank, size, _fitting(key, value))
+        # to a new coordinator it is said by another thread, which has no use for the answer
+        self._remember(msgspec.structs.replace(body, wait=False))
+        (answer,) = self._ask([body], self._limit())
+        return answer.words if isinstance(answer, Gathered) else []
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -56,12 +62,12 @@ class TermStore(Store):
     def add(self, key: str, amount: int) -> int:
         body = Add(self._questions.number(), self._term, key, amount)
         self._remember(body)
-        (held,) = self._ask([body], self._limit())
+        (held,) = self._held([body], self._limit())
         return int(held.value or b"0")
 
     def check(self, keys: Sequence[str]) -> bool:
         numbers = self._questions.number
-        held = self._ask([Get(numbers(), self._term, key, wait=False) for key in keys], self._limit())
+        held = self._held([Get(numbers(), self._term, key, wait=False) for key in keys], self._limit())
         return all(one.value is not None for one in held)
 
     def clone(self) -> TermStore:
@@ -86,24 +92,27 @@ class TermStore(Store):
         return limit
 
     def _values(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        held = self._ask([Get(self._questions.number(), self._term, key) for key in keys], timeout)
+        held = self._held([Get(self._questions.number(), self._term, key) for key in keys], timeout)
         return [one.value or b"" for one in held]
 
-    def _ask(self, bodies: Sequence[Question], timeout: timedelta) -> list[Held]:
+    def _held(self, bodies: Sequence[Question], timeout: timedelta) -> list[Held]:
+        return [answer for answer in self._ask(bodies, timeout) if isinstance(answer, Held)]
+
+    def _ask(self, bodies: Sequence[Question], timeout: timedelta) -> list[Held | Gathered]:
         self._refuse_if_over()
         try:
-            held = self._questions.ask(list(bodies), timeout.total_seconds(), self._refuse_if_over)
+            answers = self._questions.ask(list(bodies), timeout.total_seconds(), self._refuse_if_over)
         except TimeoutError:
             wanted = ", ".join(body.key for body in bodies[:4])
             raise RuntimeError(
                 f"the members of term {self._term} did not all come to meet: after {timeout.total_seconds():g} s "
-                f"nobody had set {wanted}"
+                f"this was not complete: {wanted}"
             ) from None
-        if any(one.gone for one in held):
+        if any(isinstance(answer, Held) and answer.gone for answer in answers):
             # the control thread may not have heard of it yet
             self._over = f"term {self._term} is over, says the coordinator"
             self._refuse_if_over()
-        return held
+        return answers
 
     def _refuse_if_over(self) -> None:
         why = self._why_over(self._term) or self._over
@@ -111,3 +120,10 @@ class TermStore(Store):
             raise RuntimeError(why)
         if self._questions.refused > self._first:
             raise RuntimeError(f"the coordinator keeps no more keys of term {self._term}: it is over, or has too many")
+
+
+def _fitting(key: str, value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    if len(data) > MOST_VALUE:
+        raise ValueError(f"a value of {len(data)} bytes for {key!r}; at most {MOST_VALUE} fit into a term's store")
+    return data

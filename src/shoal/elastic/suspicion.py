@@ -62,9 +62,16 @@ class Suspicion:
             self._bound = min(max(self._measured(), self._floor), self._ceiling)
         return self._bound
 
-    def overdue(self, now: float) -> bool:
-        """Whether it has been silent for too long. Never before its first beat: a start may take long."""
-        return self._last is not None and now - self._last > self.bound()
+    def overdue(self, now: float, listening_since: float = -math.inf) -> bool:
+        """Whether it has been silent for too long, to one who has listened since then.
+
+        Never before its first beat: a start may take long.
+        """
+        if self._last is None:
+            return False
+        silent = now - max(self._last, listening_since)
+        # the bound is only worked out for those that are late enough for any
+        return silent > self._floor and silent > self.bound()
 
     def _measured(self) -> float:
         if len(self._intervals) < _ENOUGH:

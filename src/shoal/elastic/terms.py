@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeAlias
 
 import msgspec
@@ -162,9 +163,10 @@ def by_rank(processes: Iterable[Process]) -> list[Process]:
     return sorted((process for process in processes if process.ready is not None), key=place)
 
 
-def lowest_free(taken: Iterable[int]) -> int:
-    occupied = set(taken)
-    return next(seat for seat in range(len(occupied) + 1) if seat not in occupied)
+def free_seats(taken: Iterable[int]) -> Iterator[int]:
+    """Without end, the lowest first."""
+    occupied = frozenset(taken)
+    return (seat for seat in count() if seat not in occupied)
 
 
 def to_expel(ranks: Sequence[Process], unreached: dict[str, list[str]]) -> tuple[Process, list[str]] | None:

@@ -44,7 +44,7 @@ class Endpoint:
     def __init__(self, kind: int, limit: int, options: Mapping[int, int] | None = None) -> None:
         if not 1 <= limit < 1 << 31:
             raise ConfigError(f"limit={limit} bytes for one message; it must be between 1 and 2147483647")
-        self._limit = limit
+        self._limit = self._most_sent = limit
         self._pid = os.getpid()
         self._closed = False
         self._context = zmq.Context()
@@ -64,8 +64,8 @@ class Endpoint:
 
     def _may_send(self, payload: bytes) -> None:
         self._mine()
-        if len(payload) > self._limit:
-            raise ShoalError(f"a message of {len(payload)} bytes; at most {self._limit} may be sent at once")
+        if len(payload) > self._most_sent:
+            raise ShoalError(f"a message of {len(payload)} bytes; at most {self._most_sent} may be sent at once")
 
     def _take(self, parts: int) -> list[bytes] | None:
         """The next message that has this form; others are dropped. None, if there is none."""
@@ -261,6 +261,20 @@ class Server(ServerSide):
 
     Strangers are attended to inside `receive` and `wait`: without a call for seconds, nobody new comes in.
     """
+
+    def __init__(
+        self,
+        keys: Keys,
+        address: str,
+        *,
+        port: int = 0,
+        limit: int,
+        answers: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As `ServerSide`. `answers` is of the bytes of one message that is sent, where that is more than `limit`."""
+        super().__init__(keys, address, port=port, limit=limit, clock=clock)
+        self._most_sent = max(limit, answers or 0)
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next message: who sent it, as `send` takes it, and its bytes. None, if there is none; never waits."""

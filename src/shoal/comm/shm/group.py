@@ -339,13 +339,11 @@ class ShmGroup(AtOnce):
     def _together(self, what: int) -> None:
         """Wait until all members have come to the same operation."""
         number = self._note(what)
-        self._ready.tell_all(self._peers)
-        self._ready.hear_all(self._peers)
+        self._ready.meet()
         self._check(number)
 
     def _agree_done(self) -> None:
-        self._done.tell_all(self._peers)
-        self._done.hear_all(self._peers)
+        self._done.meet()
 
     def drain(self) -> None:
         """Finish all sums: the stage, and the tokens, are free then."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from shoal.comm.gathering import gather
 from shoal.comm.shm import segment, semaphores
 from shoal.comm.shm.memory import why_no_room
 from shoal.comm.shm.segment import Segment
@@ -14,6 +15,8 @@ from shoal.comm.shm.shared import Channel, Layout, Shared
 from shoal.core.errors import GroupError
 
 _PROOF_SECONDS = 20.0
+_MOST_TROUBLE = 1000
+"""Characters: everybody hears those of all."""
 _PROOF = -1
 """The number of the proof among the notes: it is no operation."""
 
@@ -106,8 +109,7 @@ def _create(layout: Layout, run: str, warn: Callable[[str], None]) -> Segment:
 
 def _agree(store: Any, word: str, rank: int, size: int, trouble: str) -> str:
     """What is wrong with any of the workers; the same on all of them."""
-    store.set(f"{word}/{rank}", f"-{trouble}".encode())
-    told = [text.decode()[1:] for text in store.multi_get([f"{word}/{member}" for member in range(size)])]
+    told = [text.decode()[1:] for text in gather(store, word, rank, size, f"-{trouble[:_MOST_TROUBLE]}".encode())]
     return next((f"worker {member}: {text}" for member, text in enumerate(told) if text), "")
 
 
@@ -116,11 +118,9 @@ def _prove(shared: Shared) -> str:
     ready = Channel(shared, 0)
     with suppress(GroupError):
         shared.note(_PROOF, 1000 + shared.rank, shared.rank)
-        ready.tell_all(shared.peers)
-        ready.hear_all(shared.peers)
+        ready.meet()
         wrong = [peer for peer in shared.peers if shared.noted(_PROOF, peer) != 1000 + peer]
-        ready.tell_all(shared.peers)
-        ready.hear_all(shared.peers)
+        ready.meet()
         if wrong:
             return f"does not see what {shared.name(wrong[0])} wrote: the memory is not shared in order"
         return ""

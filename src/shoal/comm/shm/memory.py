@@ -102,7 +102,7 @@ class Memory:
             name, _, trouble = told.partition("|")
             if name and segment is None:
                 try:
-                    segment = attach(name, size, populate=False)
+                    segment = attach(name, size)
                 except OSError as error:
                     trouble = str(error)
             troubles = [text.decode() for text in gather(trouble.encode())]
@@ -122,7 +122,7 @@ class Memory:
 
     def _create(self, size: int) -> tuple[Segment | None, str]:
         try:
-            return create(self._run, size, populate=False, look=self._shared.refuse_broken), ""
+            return create(self._run, size, look=self._shared.refuse_broken), ""
         except OSError as error:
             return None, why_no_room(size, error)
 

@@ -19,7 +19,7 @@ class Plan:
         me, members = shared.rank, shared.size
         self._shared = shared
         size = count * dtype.itemsize
-        self.owners = [0] if size <= _ALONE else list(range(members))
+        self.owners = [0] if size <= _ALONE else list(range(shared.layout.hubs))
         self.owns = me in self.owners
         self.other_owners = [owner for owner in self.owners if owner != me]
         share = -(-count // len(self.owners))

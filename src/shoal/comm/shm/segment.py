@@ -43,13 +43,13 @@ class SegmentRefused(OSError):
 
 
 class Segment:
-    """A segment that is mapped here.
+    """A segment that is mapped here. A page comes to the map when it is touched: members use few of the others' rows.
 
     Each member holds a lock on a byte of its own for as long as it lives and has not closed. Locks are of the process:
     the kernel takes them away at its death, and children that it forks do not have them.
     """
 
-    def __init__(self, path: Path, descriptor: int, size: int, populate: bool = True) -> None:
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path = path
         self.size = size
         self._descriptor = descriptor
@@ -58,8 +58,7 @@ class Segment:
         self._identity = found.st_dev, found.st_ino
         _own.add(self._identity)
         try:
-            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-            self._map = mmap.mmap(descriptor, size, flags=flags)
+            self._map = mmap.mmap(descriptor, size)
         except BaseException:
             _own.discard(self._identity)
             raise
@@ -136,10 +135,10 @@ class Segment:
                 _own.discard(self._identity)
 
 
-def create(run: str, size: int, *, populate: bool = True, look: Callable[[], None] = lambda: None) -> Segment:
+def create(run: str, size: int, *, look: Callable[[], None] = lambda: None) -> Segment:
     """A new segment of zeros, all of its memory allocated. OSError if there is not so much.
 
-    With `populate` it is mapped page by page at once. `look` is called now and then, and may raise.
+    `look` is called now and then, and may raise.
     """
     while True:
         path = FOLDER / f"{_begins(run)}{secrets.token_hex(8)}"
@@ -159,7 +158,7 @@ def create(run: str, size: int, *, populate: bool = True, look: Callable[[], Non
             for at in range(0, size, _ALLOCATED_AT_ONCE):
                 look()
                 os.posix_fallocate(descriptor, at, min(_ALLOCATED_AT_ONCE, size - at))
-            return Segment(path, descriptor, size, populate)
+            return Segment(path, descriptor, size)
         except BaseException:
             with suppress(OSError):
                 path.unlink()
@@ -181,7 +180,7 @@ def _begins(run: str) -> str:
     return f"{PREFIX}{readable}-"
 
 
-def attach(name: str, size: int, *, populate: bool = True) -> Segment:
+def attach(name: str, size: int) -> Segment:
     """The segment that another member has created. `SegmentRefused` if it is not this user's alone."""
     if not name.startswith(PREFIX) or "/" in name:
         raise SegmentRefused(f"{name!r} is not the name of a segment")
@@ -197,7 +196,7 @@ def attach(name: str, size: int, *, populate: bool = True) -> Segment:
             raise SegmentRefused(f"{path} has mode {stat.S_IMODE(found.st_mode):o}, not {_MODE:o}: refused")
         if found.st_size != size:
             raise SegmentRefused(f"{path} has {found.st_size} bytes where {size} were expected: refused")
-        return Segment(path, descriptor, size, populate)
+        return Segment(path, descriptor, size)
     except BaseException:
         with suppress(OSError):
             os.close(descriptor)
@@ -212,7 +211,7 @@ def borrow(offer: str) -> Segment:
         found = os.fstat(descriptor)
         if f"{found.st_dev}:{found.st_ino}" != identity or found.st_uid != os.geteuid():
             raise SegmentRefused(f"what process {pid} offers is not the segment that it named: refused")
-        return Segment(FOLDER / "", descriptor, found.st_size, populate=False)
+        return Segment(FOLDER / "", descriptor, found.st_size)
     except BaseException:
         with suppress(OSError):
             os.close(descriptor)

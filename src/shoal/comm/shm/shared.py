@@ -23,6 +23,10 @@ NOTES = 64
 """Sums that may be under way at once."""
 CHANNELS = 4
 """Kinds of tokens."""
+HUBS = 16
+"""So many members, the first ones, pass tokens to and from every other; the rest only to and from them. So tokens grow
+with the members and not with their pairs. More than these would not add up memory faster: it is its speed that bounds.
+"""
 
 _NOTE_WORDS = 3
 _PAGE = 4096
@@ -42,17 +46,24 @@ class Layout:
     """Where things lie in a control segment of so many members: tokens, notes, stages."""
 
     def __init__(self, members: int) -> None:
+        self.hubs = min(members, HUBS)
         self._members = members
-        self.notes = _pages(CHANNELS * members * members * SLOT)
+        self._tokens = self.hubs * (2 * members - self.hubs)
+        """Of each kind: those that hubs give, and those that others give to hubs."""
+        self.notes = _pages(CHANNELS * self._tokens * SLOT)
         self.stage = self.notes + _pages(members * (NOTES * _NOTE_WORDS + 1) * 8)
         self.size = self.stage + members * STAGE
 
     def token(self, channel: int, giver: int, taker: int) -> int:
-        return ((channel * self._members + giver) * self._members + taker) * SLOT
+        """One of the two is a hub."""
+        at = giver * self._members + taker
+        if giver >= self.hubs:
+            at = self.hubs * self._members + (giver - self.hubs) * self.hubs + taker
+        return (channel * self._tokens + at) * SLOT
 
     def prepare(self, segment: Segment) -> None:
         """Make the semaphores: by the member that has created the segment, before others use it."""
-        for at in range(CHANNELS * self._members * self._members):
+        for at in range(CHANNELS * self._tokens):
             create(segment.address + at * SLOT)
 
 
@@ -74,13 +85,17 @@ class Area:
 
 
 class Channel:
-    """Tokens of one kind between this member and each other one. What is written before `tell` is seen after `hear`."""
+    """Tokens of one kind between this member and others: all of them if it is a hub, the hubs if it is none.
+
+    What is written before `tell` is seen after `hear`.
+    """
 
     def __init__(self, shared: Shared, number: int) -> None:
         self._shared = shared
-        members, me, base = range(shared.size), shared.rank, shared.control.address
-        self._to = [base + shared.layout.token(number, me, member) for member in members]
-        self._from = [base + shared.layout.token(number, member, me) for member in members]
+        me, base, token = shared.rank, shared.control.address, shared.layout.token
+        members = range(shared.size if me < shared.layout.hubs else shared.layout.hubs)
+        self._to = [base + token(number, me, member) for member in members]
+        self._from = [base + token(number, member, me) for member in members]
         self._post, self._take = poster(), taker()
 
     def tell(self, member: int) -> None:
@@ -118,6 +133,19 @@ class Channel:
     def hear_all(self, members: Sequence[int]) -> None:
         for member in members:
             self.hear(member)
+
+    def meet(self) -> None:
+        """Return once all members have come here; what each wrote before is seen by all."""
+        shared = self._shared
+        if shared.layout.hubs == shared.size:
+            self.tell_all(shared.peers)
+            self.hear_all(shared.peers)
+        elif shared.rank == 0:
+            self.hear_all(shared.peers)
+            self.tell_all(shared.peers)
+        else:
+            self.tell(0)
+            self.hear(0)
 
 
 class Wait:
