@@ -725,13 +725,14 @@ def test_sigterm_leaves_a_checkpoint_from_which_the_run_goes_on(
     assert _finish_here(script, tmp_path, 3, never_stopped) == [int(newest.name[5:])]
 
 
-def test_after_sigkill_the_run_goes_on_from_the_last_periodic_checkpoint(
+def test_after_sigkill_the_run_goes_on_from_the_last_checkpoint(
     tmp_path: Path, never_stopped: dict[str, Tensor]
 ) -> None:
+    """A periodic one, or that which workers write when they find the process gone that started them."""
     script = Script(tmp_path, until="checkpoint")
     assert script.end(signal.SIGKILL)[0] == -signal.SIGKILL
     (started,) = _finish_here(script, tmp_path, 1, never_stopped)
-    assert started >= 5 and started % 5 == 0
+    assert started >= 5
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------

@@ -166,6 +166,8 @@ class Membership(Regrouping):
             self._order(Tell(process.name, Finish()))
         elif process.leaving:
             self._order(Tell(process.name, Leave("the run goes on with fewer workers")))
+        elif process.refused:
+            return
         elif self._is_living(process) and body.term < self.term:
             self._tell_term_again(process)
         else:

@@ -129,10 +129,14 @@ class ElasticChannel:
         self.flush()
 
     def last_words(self) -> None:
-        """This worker fails, which ends the run: what it has done is told by itself, for others may not come to it."""
+        """The run ends, for all or because this worker fails: what it knows it tells itself, others may not come to it.
+
+        Not notices: who speaks has said the same.
+        """
         with self._lock:
-            self._going += self._kept
-            self._kept.clear()
+            self._going += self._pending if self._speaks else self._kept
+            self._pending = []
+            self._unsaid = []
         self.flush()
 
     def give(self, message: Returned | Failed | Departed, buffers: Sequence[Buffer] = ()) -> None:

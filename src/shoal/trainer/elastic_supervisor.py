@@ -419,7 +419,8 @@ class Supervisor:
                 worker, failed = arrival.worker, message
         self._crew.kill(worker)
         self._hear_the_others()
-        return as_error(worker, max(len(self._members), worker + 1), failed, self._tail.folder)
+        workers = max(len(self._members) or self._elasticity.workers, worker + 1)
+        return as_error(worker, workers, failed, self._tail.folder)
 
     def _hear_the_others(self) -> None:
         """Take in what is still to be told of the run: events come in batches."""

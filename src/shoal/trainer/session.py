@@ -164,6 +164,7 @@ class Session:
         self._older = False
         self._began = self._told = time.monotonic()
         self._resumed: dict[str, Any] | None = None if loaded is None else loaded.trees["session"]
+        self._resumed_from = self.resumed_step
 
     # -- for a user's loop ---------------------------------------------------------------------------------------------
 
@@ -427,6 +428,8 @@ class Session:
 
     def save_overdue(self) -> None:
         """Checkpoint, if the last step is not, or if another worker may have died while it did that."""
+        if self.step == self._resumed_from:
+            return  # there is nothing that was not checkpointed
         if self._saving.mine and self.step and (self._saving.overdue or self._saving.begun != self.step):
             self._save()
 

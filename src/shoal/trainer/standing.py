@@ -116,8 +116,7 @@ class Standing:
         if step is not None:
             self._channel.confirm(step)
             return
-        self._channel.speak(True)
-        self._channel.complete()
+        self._channel.last_words()
 
     def committed(self, step: int, spans: Callable[[], Any], digest: Callable[[], bytes]) -> None:
         if self.faults is not None and self.faults.records:
