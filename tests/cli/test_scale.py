@@ -229,4 +229,4 @@ def test_it_is_a_command_of_shoal_that_teaches() -> None:
 
     result = CliRunner().invoke(app, ["scale", "--help"])
     assert result.exit_code == 0
-    assert "shoal scale last 4" in result.output and "min_workers" in result.output
+    assert "shoal scale last 4" in result.output and "max_workers" in result.output
