@@ -366,12 +366,11 @@ class Casting(ABC):
         count = self._in_vain[seat] = self._in_vain.get(seat, 0) + 1
         if count >= _IN_VAIN and not self._barren:
             self._barren = True
-            self._order(
-                Say(
-                    f"{process.name} ended {count} times before it was ready (the last one {how}): nobody is replaced "
-                    "for now. Look into its log; asking for another number of workers tries again"
-                )
-            )
+            who = f"{count} workers ended before they were ready (the last one, {process.name}, {how})"
+            if not self._plan.seats:
+                who = f"{process.name} ended {count} times before it was ready (the last one {how})"
+            again = "Look into its log; asking for another number of workers tries again"
+            self._order(Say(f"{who}: nobody is replaced for now. {again}"))
 
     def _hear_present(self, report: Present, now: float) -> None:
         if not self._blind:

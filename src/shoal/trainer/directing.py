@@ -102,7 +102,7 @@ class Undirected:
         return False
 
     def scale(self, servers: int, now: float) -> str | None:
-        return "it has no servers: it was not started with sync='server'"
+        return "this run has no servers (sync='server')"
 
     def farewell(self, seat: int) -> msgspec.Struct:
         raise AssertionError("nobody is led")

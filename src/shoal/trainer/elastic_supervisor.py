@@ -160,7 +160,8 @@ class Supervisor:
 
     def _over(self) -> bool:
         if self._led:
-            return self._director.finished or self._left
+            # a run with nothing left to train is finished before anybody could tell of itself
+            return (self._director.finished and bool(self._living)) or self._left
         if not self._complete:
             return bool(self._members) and set(self._members) <= self._values.keys() | self._departed
         late = self._living - self._departed - self._values.keys()
@@ -411,28 +412,27 @@ class Supervisor:
         if isinstance(answer, Stop):
             self._decided = STOPPED
         elif isinstance(answer, Scale):
-            if answer.servers is not None and (why := self._rescale_servers(answer.servers)) is not None:
-                if why != self._refused:
-                    self._watch(Notice(step=self._step, text=f"Scale(servers={answer.servers!r}): {why}; ignored"))
-                self._refused = why
-            if answer.workers is not None:
-                self._rescale(answer.workers)
+            self._rescale(answer.workers, answer.servers)
 
-    def _rescale_servers(self, servers: int) -> str | None:
-        if not isinstance(servers, int) or isinstance(servers, bool):
-            return "servers is a number"
-        return self._director.scale(servers, time.monotonic())
-
-    def _rescale(self, workers: int) -> None:
-        if self._wish is not None and self._wish[0] == workers:
+    def _rescale(self, workers: int | None, servers: int | None = None) -> None:
+        """What cannot be as a whole is ignored, and said once."""
+        if servers is None and self._wish is not None and self._wish[0] == workers:
             return
-        self._wish = workers, time.monotonic()
         least, most = self._elasticity.least, self._elasticity.most
-        if isinstance(workers, int) and least <= workers <= most:
+        why = None
+        if workers is not None and not (_is_count(workers) and least <= workers <= most):
+            why = f"this run may have {least} to {most} workers (min_workers=, max_workers=)"
+        elif servers is not None:
+            why = self._director.scale(servers, time.monotonic()) if _is_count(servers) else "servers is a number"
+        if why is None and workers is not None:
+            self._wish = workers, time.monotonic()
             self._report(said.Rescale(workers))
-            return
-        text = f"Scale({workers!r}): this run may have {least} to {most} workers (min_workers=, max_workers=); ignored"
-        self._watch(Notice(step=self._step, text=text))
+        if why is not None and why != self._refused:
+            asked = ", ".join(
+                [*([] if workers is None else [f"{workers!r}"]), *([] if servers is None else [f"servers={servers!r}"])]
+            )
+            self._watch(Notice(step=self._step, text=f"Scale({asked}): {why}; ignored"))
+        self._refused = why or ""
 
     def _bury(self, end: Ended) -> None:
         """A process is gone."""
@@ -580,6 +580,10 @@ def _indented(why: str, end: Ended, logs: Path | None) -> list[str]:
     if logs is not None and log_path(logs, end.worker, ERR).exists():
         lines.append(f"  log:  {log_path(logs, end.worker, ERR)}")
     return lines
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _seats(names: list[str]) -> list[int]:
