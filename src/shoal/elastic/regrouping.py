@@ -206,7 +206,9 @@ class Regrouping(Casting):
         for process in candidates[room:]:
             self._dismiss(process, f"the run has the {target} workers that it wants")
         chosen = sorted([*living[:target], *candidates[:room]], key=lambda process: process.seat)
-        if chosen and [Member(process.name, process.life or 0) for process in chosen] != self._kept.members:
+        if len(chosen) < self._plan.least:
+            return
+        if [Member(process.name, process.life or 0) for process in chosen] != self._kept.members:
             self._declare(chosen, [])
             self._stand()
 

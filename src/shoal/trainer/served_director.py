@@ -95,6 +95,7 @@ class ServedDirector:
     def hear(self, seat: int, message: Any, buffers: Sequence[Any], now: float) -> None:
         if isinstance(message, Ready):
             self._living.add(seat)
+            self._count()
         self._clerk.hear(seat, message, buffers, now)
         if isinstance(message, Ready) and seat in self._leaving:
             self._clerk.depart(seat, now)
@@ -109,7 +110,11 @@ class ServedDirector:
     def ended(self, seat: int, how: str, now: float) -> None:
         self._living.discard(seat)
         self._leaving.discard(seat)
+        self._count()
         self._clerk.ended(seat, how, now)
+
+    def _count(self) -> None:
+        self._clerk.waits = len(self._living) < self._served.elasticity.least
 
     def stop(self, reason: str) -> bool:
         self._clerk.stop(reason)
