@@ -619,3 +619,44 @@ def test_gradients_of_workers_that_live_never_lie_in_one_place(tmp_path: Path) -
     steps = trainer.fit().steps
     assert joined[:14] == [*range(2, 12), *range(1, 5)], "each in its turn, but for that of worker 0"
     assert_whole(tmp_path, seen, steps)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_coordinator_ends_and_nobody_waits_for_it(how: str, tmp_path: Path) -> None:
+    """It decides who there is. What is computed and applied, the clerk says: the steps go on meanwhile."""
+    plan = FaultPlan().ledger(tmp_path)
+    (plan.kill if how == "kill" else plan.stop)("coordinator", step=CALM_STEPS + 1)
+    for step in range(CALM_STEPS + 3, STEPS):
+        plan.kill("worker-1", step=step)  # in the first of these that it computes something of
+    trainer, _, seen = fit(faults=plan)
+    assert len(plan.fired()) == 2
+    assert seen.steps == list(range(1, STEPS + 1))
+    assert_whole(tmp_path, seen)
+    assert_calm(trainer)
+
+
+def test_below_the_least_number_nobody_computes(tmp_path: Path) -> None:
+    """The run goes on once another one is there."""
+    plan = FaultPlan().ledger(tmp_path)
+    for step in range(4, STEPS):
+        plan.kill("worker-1", step=step)
+    trainer, _, seen = fit(min_workers=2, faults=plan)
+    assert len(plan.fired()) == 1
+    (change,) = seen.of(shoal.Regrouped)
+    assert (change.workers, change.lost, change.joined) == ([0, 2], [1], [2])
+    assert_whole(tmp_path, seen)
+    assert_calm(trainer)
+
+
+def test_ten_deaths_by_one_signal_end_the_run() -> None:
+    """Whoever is not the first worker dies in its third forward, each time of other samples."""
+
+    def deadly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        deadly.calls += 1  # type: ignore[attr-defined]
+        if deadly.calls == 3 and Path(os.readlink("/proc/self/fd/1")).stem != "worker-0":  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
+        return slowly(model, batch)
+
+    deadly.calls = 0  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="10 workers died of the same signal within 100 steps"):
+        fit(loss=deadly, epochs=300)
