@@ -25,16 +25,21 @@ from shoal.core.errors import DataError, NotFiniteError
 from shoal.core.events import WorkerSeen
 from shoal.core.spec import NoCodec, Server
 from shoal.data.parcel import seal, unseal
+from shoal.elastic.board import Board, Place
 from shoal.layouts.single import Buffers, Change
 from shoal.syncs.server import messages as served
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Lease, Placement, Ready, Work
 from shoal.syncs.server.setup import Setup
+from shoal.trainer import elastic_worker
 from shoal.trainer.channel import DirectChannel
+from shoal.trainer.elastic_channel import ElasticChannel
+from shoal.trainer.elastic_worker import Task, be_worker
+from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.evaluate import Evaluator, Part
 from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases
 from shoal.trainer.messages import Departed, Failed, Happened
-from shoal.trainer.served_worker import ServedTask, be_served_worker
+from shoal.trainer.served_worker import ServedTask, serve_leases
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start
 from shoal.wire.link import Link, LinkClosed
@@ -367,6 +372,32 @@ class PipedClient(FakeClient):
         self.closed = True
 
 
+class Alone:
+    """A worker's connection to a coordinator that there is not."""
+
+    def __init__(self, *given: Any) -> None: ...
+
+    def enter(self, version: str, signature: bytes) -> bool:
+        return False
+
+    def attend(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Led:
+    model: nn.Module
+    setup: Setup
+    task: ServedTask
+
+    def session(self, seat: int, channel: ElasticChannel, on_board: Place) -> LeasedSession:
+        return LeasedSession(seat, channel, Start(seed=SEED), self.model, self.setup, workers=2, place=on_board)
+
+    def work(self, session: LeasedSession, link: Link, place: None, attend: Callable[[], None]) -> None:
+        serve_leases(session, link, "127.0.0.1", self.setup, self.task, attend, PipedClient)
+
+
 class Worker:
     """A worker's process, seen from the clerk."""
 
@@ -374,11 +405,14 @@ class Worker:
         self.link, far = Link.pair()
         self.model = case.model()
         setup = make_setup(self.model)
-        task = ServedTask(self.model, recipe or make_recipe(case), Start(seed=SEED), workers=2)
+        led: Any = Led(self.model, setup, ServedTask(self.model, recipe or make_recipe(case), workers=2))
+        task = Task(None, Start(seed=SEED), Elasticity(2, 1, 2), led=led)
 
         def main() -> None:
             self.link.close()
-            be_served_worker(1, far, "127.0.0.1", setup, task, make_client=PipedClient)
+            elastic_worker.Control = Alone  # type: ignore[misc,assignment]
+            access: Any = None
+            be_worker(1, far, access, Board(2), task)
 
         self.process = get_context("fork").Process(target=main)
         self.process.start()

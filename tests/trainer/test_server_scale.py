@@ -172,7 +172,7 @@ def test_shoal_scale_reaches_the_run(tmp_path: Path) -> None:
     outputs = [" ".join(answer.output.split()) for answer in answers]
     assert [answer.exit_code == 0 for answer in answers] == [True, True, False, True, False], outputs
     assert "goes on with 4 servers" in outputs[0] and "goes on with 3 workers and 1 server" in outputs[3]
-    assert "1 to 3 workers" in str(answers[2].exception or outputs[2])
+    assert "1 (min_workers) to 3 (max_workers)" in str(answers[2].exception or outputs[2])
     assert not (folder / "control").exists()
 
 

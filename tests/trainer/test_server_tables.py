@@ -21,6 +21,7 @@ from shoal.syncs.server.tables import empty_cut, make_tables
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import reference_fit, relative_difference
 from shoal.trainer import served
+from shoal.trainer.leased import LeasedSession
 from shoal.trainer.tables import Embeddings, find_tables
 
 TOLERANCE = 1e-5
@@ -219,14 +220,14 @@ def kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     """Kills the process with this name: server-1, worker-0."""
 
     def named(kind: str, be: Callable[..., None]) -> Callable[..., None]:
-        def main(number: int, *given: Any, **options: Any) -> None:
-            (tmp_path / f"{kind}-{number}").write_text(str(os.getpid()))
-            be(number, *given, **options)
+        def main(who: int | LeasedSession, *given: Any, **options: Any) -> None:
+            (tmp_path / f"{kind}-{who if isinstance(who, int) else who.seat}").write_text(str(os.getpid()))
+            be(who, *given, **options)
 
         return main
 
     monkeypatch.setattr(served, "be_server", named("server", served.be_server))
-    monkeypatch.setattr(served, "be_served_worker", named("worker", served.be_served_worker))
+    monkeypatch.setattr(served, "serve_leases", named("worker", served.serve_leases))
     return lambda name: os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
 
 

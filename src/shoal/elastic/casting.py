@@ -81,6 +81,8 @@ class Casting(ABC):
         """What `_members_present` and `_expected` found, until somebody comes or goes: letters are many."""
         self._orders: list[Order] = []
         self._orphaned = False
+        self._asked: int | None = None
+        """Workers that an operator wants beside a number of servers, until the engine has answered."""
         self._listening_since = -math.inf
         self._blind = False
         """Restored, and the engine has not yet said who is present."""
@@ -196,7 +198,9 @@ class Casting(ABC):
         resting = self._rest_of(now)
         missing = self._kept.target - self._expected(now) - len(resting)
         if missing > 0:
-            for seat in islice(free_seats([*self._processes, *resting]), missing):
+            taken = [*self._processes, *resting]
+            for seat in islice(free_seats(taken, self._kept.next_seat, self._plan.seats), missing):
+                self._kept.next_seat = seat + 1
                 self._processes[seat] = Process(seat)
                 self._order(Start(seat))
 
@@ -225,16 +229,21 @@ class Casting(ABC):
 
     def _rescale(self, workers: int) -> str:
         """Ask for so many workers. Returns what is wrong with it, if anything."""
-        if not self._plan.least <= workers <= self._plan.most:
-            return (
-                f"asked for {workers} workers: this run may have {self._plan.least} (min_workers) to "
-                f"{self._plan.most} (max_workers). Ask for a number between them"
-            )
+        if wrong := self._bounds(workers):
+            return wrong
         if workers != self._kept.target:
             self._order(Say(f"the run goes from {self._kept.target} to {workers} workers, as asked"))
             self._kept.target = workers
             self._forgive()
         return ""
+
+    def _bounds(self, workers: int) -> str:
+        if self._plan.least <= workers <= self._plan.most:
+            return ""
+        return (
+            f"asked for {workers} workers: this run may have {self._plan.least} (min_workers) to "
+            f"{self._plan.most} (max_workers). Ask for a number between them"
+        )
 
     # -- letting in ----------------------------------------------------------------------------------------------------
 
@@ -353,15 +362,15 @@ class Casting(ABC):
             self._count_in_vain(process, report.how)
 
     def _count_in_vain(self, process: Process, how: str) -> None:
-        count = self._in_vain[process.seat] = self._in_vain.get(process.seat, 0) + 1
+        seat = -1 if self._plan.seats else process.seat  # given in turn, a seat says nothing
+        count = self._in_vain[seat] = self._in_vain.get(seat, 0) + 1
         if count >= _IN_VAIN and not self._barren:
             self._barren = True
-            self._order(
-                Say(
-                    f"{process.name} ended {count} times before it was ready (the last one {how}): nobody is replaced "
-                    "for now. Look into its log; asking for another number of workers tries again"
-                )
-            )
+            who = f"{count} workers ended before they were ready (the last one, {process.name}, {how})"
+            if not self._plan.seats:
+                who = f"{process.name} ended {count} times before it was ready (the last one {how})"
+            again = "Look into its log; asking for another number of workers tries again"
+            self._order(Say(f"{who}: nobody is replaced for now. {again}"))
 
     def _hear_present(self, report: Present, now: float) -> None:
         if not self._blind:

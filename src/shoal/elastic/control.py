@@ -150,6 +150,10 @@ class Control:
             if hold is not None and on_hold is not None:
                 on_hold(hold)
 
+    def attend(self) -> None:
+        """Take part, where members need not meet. Returns at once: what a worker then does, others tell it."""
+        self._dispatch.stand(Ready(self._told, 0, holds=False))
+
     def watch(self, term: int, revoke: Revoke | None) -> None:
         """Have `revoke` called, once, when this term is over; at once, and on this thread, if it is already.
 

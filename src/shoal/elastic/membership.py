@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from shoal.elastic.messages import (
     OPERATOR,
+    Answered,
     Beat,
     Closing,
     Done,
@@ -30,6 +31,7 @@ from shoal.elastic.messages import (
     Rescale,
     Say,
     Scale,
+    Servers,
     Term,
     Unreached,
     Up,
@@ -94,6 +96,8 @@ class Membership(Regrouping):
                 wrong = self._rescale(workers)
                 if wrong:
                     self._order(Say(wrong))
+            case Answered(why=why):
+                self._hear_answered(why)
             case Closing():
                 self._mode = Mode.OVER
         return self._settled(now)
@@ -115,15 +119,17 @@ class Membership(Regrouping):
             self._press(now)
         elif self._mode is Mode.FORMING:
             self._judge(now)
-        if self._mode in (Mode.FORMING, Mode.STANDING):
+        if self._mode in (Mode.FORMING, Mode.STANDING) and self._plan.meets:
             self._watch_waits(now)
         return self._settled(now)
 
     def _settled(self, now: float) -> list[Order]:
         """What follows from the state as it is, whatever has happened; then the orders."""
-        if self._mode is Mode.STANDING:
+        if not self._plan.meets and self._mode is not Mode.OVER:
+            self._compose(now)
+        elif self._mode is Mode.STANDING:
             self._consider_regroup(now)
-        if self._mode is Mode.GATHERING:
+        if self._plan.meets and self._mode is Mode.GATHERING:
             self._try_to_declare(now)
         if self._mode is not Mode.OVER:
             self._fill(now)
@@ -136,10 +142,22 @@ class Membership(Regrouping):
             wrong = "an operator may only ask for another number of workers"
         elif self._mode is Mode.OVER:
             wrong = "the run is over: its number of workers cannot change any longer"
-        elif body.servers is not None or body.workers is None:
+        elif body.servers is not None and not self._plan.servers:
             wrong = "it has no servers: it was not started with sync='server'"
+        elif body.workers is not None and (wrong := self._bounds(body.workers)):
+            pass
+        elif body.servers is not None:
+            self._asked = body.workers
+            self._order(Servers(body.servers))
+            return
         else:
-            wrong = self._rescale(body.workers)
+            wrong = "" if body.workers is None else self._rescale(body.workers)
+        self._order(Tell(OPERATOR, Refused(wrong) if wrong else Welcome()))
+
+    def _hear_answered(self, wrong: str) -> None:
+        workers, self._asked = self._asked, None
+        if not wrong and workers is not None:
+            wrong = self._rescale(workers)
         self._order(Tell(OPERATOR, Refused(wrong) if wrong else Welcome()))
 
     def _hear_process(self, process: Process, body: Up, now: float) -> None:
@@ -168,6 +186,8 @@ class Membership(Regrouping):
             self._order(Tell(process.name, Leave("the run goes on with fewer workers")))
         elif process.refused:
             return
+        elif self._is_living(process) and not self._plan.meets:
+            self._order(Tell(process.name, Term(self.term, self.members)))
         elif self._is_living(process) and body.term < self.term:
             self._tell_term_again(process)
         else:
@@ -175,6 +195,8 @@ class Membership(Regrouping):
             process.was_ready = True
             process.holds = process.holds or body.holds
             self._kept.held = self._kept.held or body.holds
+            if not self._plan.meets:
+                self._forgive()
             if self._is_living(process):
                 self._member_left(now)
 

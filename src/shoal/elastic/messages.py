@@ -312,7 +312,13 @@ class Fail(_Message, frozen=True, tag=True):
     step: int | None = None
 
 
-ToEngine: TypeAlias = Serving | Alive | Start | Kill | Look | Say | Changed | Fail
+class Servers(_Message, frozen=True, tag=True):
+    """An operator asks for so many servers. Answered by `Answered`."""
+
+    count: Annotated[int, Meta(ge=1, lt=MOST_SEATS)]
+
+
+ToEngine: TypeAlias = Serving | Alive | Start | Kill | Look | Say | Changed | Fail | Servers
 
 
 # -- engine to coordinator ---------------------------------------------------------------------------------------------
@@ -355,11 +361,17 @@ class Rescale(_Message, frozen=True, tag=True):
     workers: Annotated[int, Meta(ge=1, lt=MOST_SEATS)]
 
 
+class Answered(_Message, frozen=True, tag=True):
+    """To the last `Servers`: why not, if it cannot be."""
+
+    why: Text = ""
+
+
 class Closing(_Message, frozen=True, tag=True):
     """The run is over: end."""
 
 
-FromEngine: TypeAlias = Present | Ended | Looked | Rescale | Closing
+FromEngine: TypeAlias = Present | Ended | Looked | Rescale | Answered | Closing
 
 STOPPED = "stopped"
 """By a signal, or it has made no progress at all while the machine could have let it: it will not come back in time."""

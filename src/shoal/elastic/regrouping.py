@@ -104,7 +104,7 @@ class Regrouping(Casting):
         """
         if self.term < number < self.term + _FAR:
             self._kept.term = number
-            if self._mode in (Mode.FORMING, Mode.STANDING):
+            if self._plan.meets and self._mode in (Mode.FORMING, Mode.STANDING):
                 self._gather(now, hard=True)
 
     def _gather(self, now: float, *, hard: bool, lost: bool = False) -> None:
@@ -163,6 +163,8 @@ class Regrouping(Casting):
 
     def _lost(self, process: Process, now: float) -> None:
         """The process counts for nothing any longer, and was a member of the current term."""
+        if not self._plan.meets:
+            return  # `_compose` goes on without it
         if self._mode in (Mode.STANDING, Mode.FORMING):
             self._gather(now, hard=True, lost=True)
         elif self._mode is Mode.GATHERING:
@@ -191,6 +193,24 @@ class Regrouping(Casting):
             self._expel(worst, f"{worst.name} has no connection with {', '.join(apart)}", now)
 
     # -- entering a term -----------------------------------------------------------------------------------------------
+
+    def _compose(self, now: float) -> None:
+        """Where members need not meet: who is ready takes part at once, and who is lost or too many no longer does."""
+        if self._is_before_the_first and not self._may_begin(len(self._ready), now):
+            return
+        living, target = self._living(), self._kept.target
+        for process in living[target:]:
+            self._dismiss(process, f"the run goes on with {target} workers")
+        room = max(0, target - len(living))
+        candidates = [process for _, process in sorted(self._ready.items())]
+        for process in candidates[room:]:
+            self._dismiss(process, f"the run has the {target} workers that it wants")
+        chosen = sorted([*living[:target], *candidates[:room]], key=lambda process: process.seat)
+        if len(chosen) < self._plan.least:
+            return
+        if [Member(process.name, process.life or 0) for process in chosen] != self._kept.members:
+            self._declare(chosen, [])
+            self._stand()
 
     def _try_to_declare(self, now: float) -> None:
         """Declare the next term if all living members of the last one have left it, and enough processes are ready."""

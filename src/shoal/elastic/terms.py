@@ -32,6 +32,14 @@ class Plan(msgspec.Struct, frozen=True):
     """Whether a process that is lost is replaced; else its loss ends the run."""
     deaths: int = 10
     """By one signal, within 100 steps, are no accidents any longer, and end the run; 0 if any number is meant."""
+    meets: bool = True
+    """Whether the members of a term form a group, and have the state of the run. Else a term stands as soon as it is
+    declared, and nobody has to leave it for the next one."""
+    seats: int = 0
+    """So many seats are given in turn: what the last process of one has left behind may still be in use. 0: the lowest
+    seat that is free."""
+    servers: int = 0
+    """There may be so many servers, which are the engine's matter."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ class Kept(msgspec.Struct):
     ended: dict[int, list[int]] = {}
     """Lives that are over, by seat."""
     seats: list[Occupied] = []
+    next_seat: int = 0
+    """Where seats are given in turn."""
 
 
 encode_kept = msgspec.msgpack.Encoder().encode
@@ -163,10 +173,11 @@ def by_rank(processes: Iterable[Process]) -> list[Process]:
     return sorted((process for process in processes if process.ready is not None), key=place)
 
 
-def free_seats(taken: Iterable[int]) -> Iterator[int]:
-    """Without end, the lowest first."""
+def free_seats(taken: Iterable[int], first: int = 0, seats: int = 0) -> Iterator[int]:
+    """Without end, the lowest first; or those of so many, in turn from `first` on."""
     occupied = frozenset(taken)
-    return (seat for seat in count() if seat not in occupied)
+    order = ((first + number) % seats for number in range(seats)) if seats else count()
+    return (seat for seat in order if seat not in occupied)
 
 
 def to_expel(ranks: Sequence[Process], unreached: dict[str, list[str]]) -> tuple[Process, list[str]] | None:

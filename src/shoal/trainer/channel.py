@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self
 
-from shoal.core.events import AnyEvent, Notice, Scale, Stop, WorkerSeen
+from shoal.core.events import AnyEvent, Scale, Stop
 from shoal.core.following import INTERRUPTED as INTERRUPTED
 from shoal.core.following import PREEMPTED as PREEMPTED
 from shoal.core.following import STOPPED as STOPPED
-from shoal.trainer.messages import Decided, Happened, StopAsked, decode_down, encode
-from shoal.wire.link import Link, LinkClosed
+from shoal.wire.link import LinkClosed
 
-_FLUSH_SECONDS = 0.1
 _HELD_SECONDS = 0.5
 """What was told is not held back for longer, whatever the main thread waits for."""
 _CLEANING_SECONDS = 2.0
-_LOOK_SECONDS = 0.02
 
 
 class Channel(Protocol):
@@ -40,66 +37,6 @@ class Channel(Protocol):
 
     def flush(self) -> None:
         """Send what `emit` has held back. Any thread, where that is over a link."""
-
-
-class LinkChannel:
-    """Over the link to the supervisor. Events go in batches: a message per step would cost both sides a wake-up."""
-
-    def __init__(self, link: Link, *, speaks: bool) -> None:
-        self._link = link
-        self._speaks = speaks
-        # the thread that writes checkpoints has something to say, rarely
-        self._lock = threading.Lock()
-        self._held: list[AnyEvent] = []
-        self._flushed = time.monotonic()
-        self._looked = 0.0
-        self._stop: str | None = None
-
-    def emit(self, event: AnyEvent) -> None:
-        if not self._speaks and not isinstance(event, WorkerSeen):
-            return
-        with self._lock:
-            self._held.append(event)
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
-
-    def decide(self, event: AnyEvent) -> None:
-        if not self._speaks:
-            return
-        with self._lock:
-            self._held.append(event)
-        self._send(ask=True)
-        while True:
-            message = decode_down(self._link.recv()[0])
-            if isinstance(message, Decided):
-                self._stop = self._stop or message.stop
-                return
-            self._stop = self._stop or message.reason
-
-    def stop_asked(self) -> str | None:
-        now = time.monotonic()
-        if self._stop is None and self._speaks and now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            if self._link.poll(0):
-                message = decode_down(self._link.recv()[0])
-                if isinstance(message, StopAsked):
-                    self._stop = message.reason
-        return self._stop
-
-    def flush(self) -> None:
-        if self._held:
-            self._send(ask=False)
-
-    def urge(self, text: str) -> None:
-        """Tell a person something at once, for any worker and from any thread."""
-        with suppress(LinkClosed):
-            self._link.send(encode(Happened([Notice(step=0, text=text)])))
-
-    def _send(self, *, ask: bool) -> None:
-        with self._lock:
-            self._link.send(encode(Happened(self._held, ask)))
-            self._held = []
-            self._flushed = time.monotonic()
 
 
 @contextmanager

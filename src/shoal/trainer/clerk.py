@@ -112,6 +112,8 @@ class Clerk:
         self._began = self._moved = 0.0
         self._gone = 0
         self.finished = False
+        self.waits = False
+        """Whether there are fewer workers than the run needs at least: then nobody is given anything to do."""
 
     @property
     def version(self) -> int:
@@ -301,7 +303,7 @@ class Clerk:
     def _give_all(self, now: float) -> None:
         self._gathered |= len(self._workers) + self._gone >= self._facts.workers
         self._gathered |= bool(self._workers) and now - self._began > GATHER_SECONDS
-        if not self._gathered:
+        if not self._gathered or self.waits:
             return
         for seat, worker in sorted(self._workers.items()):
             # One that only waits for the weights of its lease can do something else first. While a step is being
@@ -443,6 +445,8 @@ class Clerk:
             return "servers have not sent all that a checkpoint is made of"
         if not self._workers:
             return "there is no worker"
+        if self.waits:
+            return "there are fewer workers than the run needs (min_workers)"
         evaluate = [seat for seat, worker in self._workers.items() if worker.evaluates is not None]
         parts = [f"worker{_are(evaluate)} evaluating"] if evaluate else []
         leases = {seat: worker.lease for seat, worker in sorted(self._workers.items())}

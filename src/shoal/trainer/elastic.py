@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.comm.shm.segment import sweep
+from shoal.core.seats import FIRST_SERVER
 from shoal.core.version import __version__
 from shoal.elastic.access import Access
 from shoal.elastic.board import Board
@@ -17,12 +18,14 @@ from shoal.elastic.membership import Plan
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
+from shoal.trainer.apart import Relay, watch_apart
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
+from shoal.trainer.directing import Led
 from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
 from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.logs import Tail
-from shoal.trainer.start import Body, Start
+from shoal.trainer.start import LOOPBACK, Body, Start
 from shoal.trainer.watch import Watcher
 from shoal.wire.curve import Keys
 from shoal.wire.link import Link
@@ -34,17 +37,19 @@ GRACE_SECONDS = 300.0
 
 
 def run_elastic(
-    body: Body,
+    body: Body | None,
     start: Start,
     elasticity: Elasticity,
     watch: Watcher,
     signals: StopSignals | None,
     hosts: Sequence[Place] = (),
+    led: Led | None = None,
 ) -> list[Any]:
     """`body(session)` on workers that come and go; what those that were there at the end returned, in order of seat.
 
-    With `hosts`, the hosts of a lab, the workers run there, and the coordinator on the first of them. Raises
-    EverythingLost if nobody is left who has the state of the run, and WorkerError for whatever else ends it.
+    With `hosts`, the hosts of a lab, the workers run there, and the coordinator on the first of them. Workers that are
+    `led` have no body. Raises EverythingLost if nobody is left who has the state of the run, and WorkerError for
+    whatever else ends it.
     """
     plan = Plan(
         workers=elasticity.workers,
@@ -56,29 +61,43 @@ def run_elastic(
         replaces=elasticity.replaces,
         deaths=10 if elasticity.faults is None else 0,
     )
+    if led is not None:
+        plan = led.plan(plan)
     keys = Keys.make()
-    board = Board(2 * elasticity.most + 8)
-    places = _Places(hosts, elasticity.workers)
+    board = Board(plan.seats or 2 * elasticity.most + 8)
+    places = Places(hosts, elasticity.workers)
 
     def main(seat: int, link: Link, scratch: Path) -> None:
         access = Access(start.run_id, control_folder(start.run_dir, scratch), keys)
         if seat == COORDINATOR_SEAT:
             be_coordinator(link, access, plan, places.of_coordinator())
+        elif seat >= FIRST_SERVER:
+            assert led is not None
+            led.serve(seat - FIRST_SERVER, link, places.of(seat))
         else:
             stacks.answer()
-            be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat)))
+            be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat), led))
 
+    # what servers have is lost with the supervisor, and workers have nothing to checkpoint
+    grace = GRACE_SECONDS if led is None else 0.0
     try:
         with (
             closing(Stacks()) as stacks,
             Tail(start.logs, 0, watch.output) as tail,
             _cleared(start.run_dir),
-            LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=GRACE_SECONDS) as crew,
+            nullcontext() if led is None else led.over(),
+            LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=grace) as crew,
         ):
             folder = control_folder(start.run_dir, crew.scratch)
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
-            return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+            if led is None:
+                return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+
+            def make(relay: Relay) -> Supervisor:
+                return Supervisor(crew, board, elasticity, relay, signals, relay, stacks, start.kept, led)
+
+            return watch_apart(make, watch, tail)
     finally:
         if elasticity.faults is not None:
             elasticity.faults.finish()
@@ -87,8 +106,11 @@ def run_elastic(
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Which host of a lab each process runs on; None where there is no lab."""
+class Places:
+    """Which host of a lab each process runs on; None where there is no lab.
+
+    Servers have the hosts after the workers' ones to themselves, if there are more hosts than workers.
+    """
 
     hosts: Sequence[Place]
     workers: int
@@ -99,7 +121,17 @@ class _Places:
     def of(self, seat: int) -> Place | None:
         if not self.hosts:
             return None
+        if seat >= FIRST_SERVER:
+            alone = self.hosts[self.workers :] or self.hosts
+            return alone[(seat - FIRST_SERVER) % len(alone)]
         return spread(self.hosts, self.workers)[seat] if seat < self.workers else self.hosts[seat % len(self.hosts)]
+
+    def address(self, seat: int) -> str:
+        place = self.of(seat)
+        return LOOPBACK if place is None else place.address
+
+    def addresses(self) -> list[str]:
+        return [place.address for place in self.hosts] or [LOOPBACK]
 
 
 @contextmanager

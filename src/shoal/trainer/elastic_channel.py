@@ -75,6 +75,12 @@ class ElasticChannel:
             self._look()
         return self._stop
 
+    def urge(self, text: str) -> None:
+        """Tell a person something at once, for any worker and from any thread."""
+        with self._lock:
+            self._going.append(Notice(step=0, text=text))
+        self.flush()
+
     def flush(self) -> None:
         """Send what is confirmed."""
         if self._going:

@@ -6,23 +6,28 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.core.errors import WorkerError
-from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop
+from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop, WorkerSeen
+from shoal.core.seats import FIRST_SERVER
 from shoal.data.parcel import unseal
 from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
 from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
+from shoal.trainer.apart import Relay
 from shoal.trainer.channel import STOPPED, StopSignals
+from shoal.trainer.directing import Director, Led, Undirected
 from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.failure import as_error, ended_error, why_ended
 from shoal.trainer.logs import ERR, Tail, log_path
-from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
+from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, encode
 from shoal.trainer.start import ROOT_CAUSE_SECONDS, Start
 from shoal.trainer.stopping import signal_notice
 from shoal.trainer.stuck import Asking, Stuck
@@ -39,6 +44,10 @@ _BLOCKED_SECONDS = 1.0
 _COORDINATOR_SECONDS = 0.5
 """Between two looks at the coordinator."""
 _LAST_WORDS_SECONDS = 0.3
+_FIRST_WORDS_SECONDS = 30.0
+"""If no worker has told its figures yet: the run was short, or the machine is busy."""
+_HALTED_SECONDS = 1.0
+"""A server that somebody has stopped for so long is ended, and another one takes its place."""
 _MOST_TEXT = 2000
 _FAR = 1000
 _MOST_COORDINATORS, _WITHIN_SECONDS = 10, 10.0
@@ -56,9 +65,10 @@ class Supervisor:
         elasticity: Elasticity,
         watch: Watcher,
         signals: StopSignals | None,
-        tail: Tail,
+        tail: Tail | Relay,
         stacks: Asking,
         kept: str = Start.kept,
+        led: Led | None = None,
     ) -> None:
         """`kept`: see `Start`."""
         self._crew = crew
@@ -70,8 +80,15 @@ class Supervisor:
         self._tail = tail
         self._told = Told()
         self._living: set[int] = set()
-        self._stuck = Stuck(board, stacks, lambda: sorted(self._living), lambda text: watch.urge(text))
+        self._servers: dict[int, float | None] = {}
+        """The seats of servers that live, and since when each was seen halted."""
+        self.stuck = self._stuck = Stuck(board, stacks, lambda: sorted(self._living), lambda text: watch.urge(text))
         self._acts = _Acts(crew, self._living, self._rescale)
+        self._led = led is not None
+        self._left = False
+        self._spoke = False
+        """Whether any worker has told its figures."""
+        self._refused = ""
         self._values: dict[int, Any] = {}
         self._complete = False
         """Whether a worker has seen that all are done."""
@@ -96,6 +113,7 @@ class Supervisor:
         self._decided: str | None = None
         self._passed_on: str | None = None
         self._wish: tuple[int, float] | None = None  # so many workers, and when that was asked for
+        self._director: Director = Undirected() if led is None else led.direct(self)
 
     def watch(self) -> list[Any]:
         """Until the run is over; the values in order of seat. Raises what ended it before."""
@@ -106,24 +124,44 @@ class Supervisor:
             # more than the coordinator can have declared since the last one that stood
             lost.term = max(self._term, self._elasticity.before) + _FAR
             lost.reached = self._step
-            if self._last_end is not None:
+            if self._last_end is not None and not self._led:
                 lost.worker, lost.why = self._last_end[0].worker, why_ended(self._last_end[0], self._tail.folder)
             raise
+        finally:
+            self._director.close()
+
+    def leave(self) -> None:
+        """End at once: nobody waits for the result. Any thread."""
+        self._left = True
 
     def _watch_until_over(self) -> list[Any]:
         self._start_coordinator()
+        self._director.begin(time.monotonic())
         while not self._over():
             self._pass_on_stop()
-            arrival = self._crew.next(_SAMPLE_SECONDS if self._looking else _TICK_SECONDS)
+            arrival = self._crew.next(self._pause())
             self._tick()
             if isinstance(arrival, Message):
                 self._take(arrival)
             elif arrival is not None:
                 self._bury(arrival)
+            self._director.tick(time.monotonic())
+        if self._led and not self._left:
+            self._say_farewell()
         self._close_coordinator()
-        return [self._values[seat] for seat in sorted(self._values)]
+        return [self._values[seat] for seat in sorted(self._values)] or self._director.values()
+
+    def _pause(self) -> float:
+        """How long to wait for what comes."""
+        pause = _SAMPLE_SECONDS if self._looking else _TICK_SECONDS
+        now = time.monotonic()
+        look = self._director.next_look(now)
+        return pause if look is None else min(pause, max(0.0, look - now))
 
     def _over(self) -> bool:
+        if self._led:
+            # a run with nothing left to train is finished before anybody could tell of itself
+            return (self._director.finished and bool(self._living)) or self._left
         if not self._complete:
             return bool(self._members) and set(self._members) <= self._values.keys() | self._departed
         late = self._living - self._departed - self._values.keys()
@@ -138,6 +176,7 @@ class Supervisor:
             self._sample(now)
         if now - self._glanced > _COORDINATOR_SECONDS:
             self._glanced = now
+            self._look_at_servers(now)
             pid = self._crew.pids().get(COORDINATOR_SEAT)
             if pid is not None and (is_halted(pid) or now - self._pulse > _SILENT_SECONDS):
                 self._crew.kill(COORDINATOR_SEAT)
@@ -148,6 +187,8 @@ class Supervisor:
             self._memory.look(now)
             self._tail.look()
             self._watch.tick()
+            if isinstance(self._watch, Relay):
+                self._heed(self._watch.answer())
             self._stuck.look(now)
             if not self._complete and self._values:
                 self._vain.look(self._members, now)
@@ -181,8 +222,9 @@ class Supervisor:
         if wanted is None or self._passed_on is not None:
             return
         self._passed_on = wanted
-        for seat in sorted(self._living):
-            self._crew.send(seat, encode(StopAsked(wanted)))
+        if not self._director.stop(wanted):
+            for seat in sorted(self._living):
+                self._crew.send(seat, encode(StopAsked(wanted)))
         if (text := signal_notice(wanted, self._stuck, self._kept)) is not None:
             self._tell(Notice(step=self._step, text=text))
 
@@ -237,6 +279,8 @@ class Supervisor:
             self._tell(Notice(step=self._step, text=order.text))
         elif isinstance(order, said.Changed):
             self._change(order)
+        elif isinstance(order, said.Servers):
+            self._report(said.Answered(self._director.scale(order.count, time.monotonic()) or ""))
         elif isinstance(order, said.Fail):
             self._hear_the_others()
             end = None if self._last_end is None or self._last_end[0].worker != order.seat else self._last_end[0]
@@ -261,7 +305,7 @@ class Supervisor:
         self._kills.pop(seat, None)
         self._looks.pop(seat, None)
         self._crew.add(seat)
-        if self._passed_on is not None:
+        if self._passed_on is not None and not self._led:
             self._crew.send(seat, encode(StopAsked(self._passed_on)))
 
     def _change(self, change: said.Changed) -> None:
@@ -272,6 +316,8 @@ class Supervisor:
         if first or again:
             return
         left = set(_seats(change.left))
+        for seat in sorted(left):
+            self._director.leave(seat, time.monotonic())
         text = change_in_words(
             len(members), joined, lost, known, lambda seat: None if seat in left else self._why_lost(seat)
         )
@@ -295,6 +341,31 @@ class Supervisor:
         why = self._kills[seat].replace(said.name_of(seat), "it", 1)
         return f"was killed{where}, because {why}"
 
+    # -- what the director has done (`directing.Hands`) ----------------------------------------------------------------
+
+    def send(self, seat: int, message: msgspec.Struct, buffers: Sequence[Any] = ()) -> None:
+        if seat in self._living or seat in self._servers:
+            self._crew.send(seat, encode(message), buffers)
+
+    def start_server(self, number: int) -> None:
+        self._servers[FIRST_SERVER + number] = None
+        self._crew.add(FIRST_SERVER + number)
+
+    def tell(self, event: AnyEvent) -> None:
+        self._step = max(self._step, event.step)
+        self._tell(event)
+
+    def _look_at_servers(self, now: float) -> None:
+        """One that somebody has stopped keeps everybody waiting."""
+        pids = self._crew.pids()
+        for seat, since in self._servers.items():
+            pid = pids.get(seat)
+            halted = pid is not None and is_halted(pid)
+            self._servers[seat] = (now if since is None else since) if halted else None
+            if halted and since is not None and now - since > _HALTED_SECONDS:
+                self._kills[seat] = "it stands still"
+                self._crew.kill(seat)
+
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _take(self, arrival: Message) -> None:
@@ -302,7 +373,7 @@ class Supervisor:
             self._pulse = time.monotonic()
             self._obey(said.decode_to_engine(arrival.header))
             return
-        message = decode_up(arrival.header)
+        message = self._director.decode(arrival.header)
         if isinstance(message, Returned):
             parcel, *buffers = arrival.buffers
             self._values[arrival.worker] = unseal(bytes(parcel), buffers)
@@ -313,42 +384,55 @@ class Supervisor:
                 self._tell(Notice(step=self._step, text=message.why))
         elif isinstance(message, Failed):
             raise self._failure(arrival.worker, message)
-        else:
+        elif isinstance(message, Happened):
             self._hear(arrival.worker, message)
+        else:
+            self._director.hear(arrival.worker, message, arrival.buffers, time.monotonic())
 
     def _hear(self, worker: int, message: Happened) -> None:
         if self._told.begins_loop(message.loop):
             self._step = 0
         for event in message.events:
             if self._told.is_new(event):
+                if isinstance(event, WorkerSeen):
+                    self._spoke = True
+                    self._director.seen(event)
                 self._step = max(self._step, event.step)
                 self._tell(event)
         if message.ask:
             self._crew.send(worker, encode(Decided(self._wanted())))
 
     def _tell(self, event: AnyEvent) -> None:
-        answer = self._watch(event)
-        if isinstance(answer, Stop):
-            self._decided = STOPPED
-        elif isinstance(answer, Scale):
-            if answer.servers is not None:
-                text = f"Scale(servers={answer.servers!r}): this run has no servers (sync='server'); ignored"
-                self._watch(Notice(step=self._step, text=text))
-            if answer.workers is not None:
-                self._rescale(answer.workers)
+        self._heed(self._watch(event))
         if self._elasticity.faults is not None:
             self._elasticity.faults.heard(event, self._acts)
 
-    def _rescale(self, workers: int) -> None:
-        if self._wish is not None and self._wish[0] == workers:
+    def _heed(self, answer: Stop | Scale | None) -> None:
+        """What a callback has decided."""
+        if isinstance(answer, Stop):
+            self._decided = STOPPED
+        elif isinstance(answer, Scale):
+            self._rescale(answer.workers, answer.servers)
+
+    def _rescale(self, workers: int | None, servers: int | None = None) -> None:
+        """What cannot be as a whole is ignored, and said once."""
+        if servers is None and self._wish is not None and self._wish[0] == workers:
             return
-        self._wish = workers, time.monotonic()
         least, most = self._elasticity.least, self._elasticity.most
-        if isinstance(workers, int) and least <= workers <= most:
+        why = None
+        if workers is not None and not (_is_count(workers) and least <= workers <= most):
+            why = f"this run may have {least} to {most} workers (min_workers=, max_workers=)"
+        elif servers is not None:
+            why = self._director.scale(servers, time.monotonic()) if _is_count(servers) else "servers is a number"
+        if why is None and workers is not None:
+            self._wish = workers, time.monotonic()
             self._report(said.Rescale(workers))
-            return
-        text = f"Scale({workers!r}): this run may have {least} to {most} workers (min_workers=, max_workers=); ignored"
-        self._watch(Notice(step=self._step, text=text))
+        if why is not None and why != self._refused:
+            asked = ", ".join(
+                [*([] if workers is None else [f"{workers!r}"]), *([] if servers is None else [f"servers={servers!r}"])]
+            )
+            self._watch(Notice(step=self._step, text=f"Scale({asked}): {why}; ignored"))
+        self._refused = why or ""
 
     def _bury(self, end: Ended) -> None:
         """A process is gone."""
@@ -356,6 +440,11 @@ class Supervisor:
             self._restart_coordinator(end)
             return
         seat = end.worker
+        if self._servers.pop(seat, self) is not self:
+            how = self._why_killed(seat) if seat in self._kills else how_it_ended(end)
+            self._kills.pop(seat, None)
+            self._director.ended(seat, how, time.monotonic())
+            return
         self._living.discard(seat)
         sight = self._board.see(seat)
         mine = sight if sight.pid == end.pid and end.pid else None
@@ -380,6 +469,7 @@ class Supervisor:
                 elsewhere=self._is_elsewhere(mine),
             )
         )
+        self._director.ended(seat, how, time.monotonic())
 
     def _is_elsewhere(self, sight: Sight | None) -> bool:
         """Whether one that ended there cannot be replaced: what it did is not done again, or others have done it."""
@@ -397,6 +487,30 @@ class Supervisor:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    def _say_farewell(self) -> None:
+        """Let everybody leave by themselves; the crew's end is the end of whoever does not."""
+        living = self._living | self._servers.keys()  # some may not have begun yet
+        for seat in sorted(living):
+            self.send(seat, self._director.farewell(seat))
+        began = time.monotonic()
+        while living and not self._left:
+            # without a word of any worker, as at the end of a run that was complete before it began, wait for one
+            patience = _LAST_WORDS_SECONDS if self._spoke else _FIRST_WORDS_SECONDS
+            if (left := began + patience - time.monotonic()) <= 0:
+                break
+            arrival = self._crew.next(min(left, _TICK_SECONDS))
+            if isinstance(arrival, Ended):
+                living.discard(arrival.worker)
+            elif arrival is not None:
+                self._overhear(arrival)
+
+    def _overhear(self, arrival: Message) -> None:
+        """Of what comes after the end, what it tells of the run."""
+        if arrival.worker != COORDINATOR_SEAT:
+            message = self._director.decode(arrival.header)
+            if isinstance(message, Happened):
+                self._hear(arrival.worker, message)
+
     def _failure(self, worker: int, failed: Failed) -> Exception:
         """The failure to show: if this worker only lost its peers, the one that left first."""
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
@@ -412,7 +526,7 @@ class Supervisor:
                 continue
             if arrival.worker == COORDINATOR_SEAT:
                 continue
-            message = decode_up(arrival.header)
+            message = self._director.decode(arrival.header)
             if isinstance(message, Happened):
                 self._hear(arrival.worker, message)
             elif isinstance(message, Failed) and not message.secondary:
@@ -427,10 +541,8 @@ class Supervisor:
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             arrival = self._crew.next(left)
-            if isinstance(arrival, Message) and arrival.worker != COORDINATOR_SEAT:
-                message = decode_up(arrival.header)
-                if isinstance(message, Happened):
-                    self._hear(arrival.worker, message)
+            if isinstance(arrival, Message):
+                self._overhear(arrival)
             elif arrival is None:
                 return
 
@@ -468,6 +580,10 @@ def _indented(why: str, end: Ended, logs: Path | None) -> list[str]:
     if logs is not None and log_path(logs, end.worker, ERR).exists():
         lines.append(f"  log:  {log_path(logs, end.worker, ERR)}")
     return lines
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _seats(names: list[str]) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 
 from shoal.comm.group import SoloGroup
 from shoal.core.errors import GroupError, ShoalError
+from shoal.core.version import __version__
 from shoal.data.parcel import seal
 from shoal.elastic.access import Access
 from shoal.elastic.board import Board
@@ -22,6 +23,7 @@ from shoal.elastic.membership import Plan
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.trainer.channel import flushing, leave_sigterm_to_the_supervisor
+from shoal.trainer.directing import Led
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.failure import describe, whole_traceback
@@ -30,7 +32,7 @@ from shoal.trainer.messages import Departed, Failed, Returned
 from shoal.trainer.session import Session
 from shoal.trainer.standing import CannotJoin
 from shoal.trainer.start import LOOPBACK, Body, Start, deterministic_algorithms
-from shoal.wire.link import Link
+from shoal.wire.link import Link, LinkClosed
 
 EXIT_FAILED = 1
 
@@ -52,11 +54,13 @@ def be_coordinator(link: Link, access: Access, plan: Plan, place: Place | None) 
 class Task:
     """What a worker is there for."""
 
-    body: Body
+    body: Body | None
     start: Start
     elasticity: Elasticity
     place: Place | None = None
     """The lab host that it runs on."""
+    led: Led | None = None
+    """In place of a body."""
 
 
 def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> None:
@@ -86,7 +90,14 @@ class _Worker:
     def run(self) -> None:
         failed: Failed | None = None
         try:
-            self._train()
+            if self._task.led is None:
+                self._train()
+            else:
+                self._work(self._task.led)
+        except LinkClosed:
+            # only one that is led finds that here: without its director it has nothing that is worth keeping
+            flush_output()
+            os._exit(EXIT_FAILED)
         except (Left, Finished) as leaving:
             self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
             return
@@ -107,11 +118,24 @@ class _Worker:
         if failed is not None:
             sys.exit(EXIT_FAILED)
 
+    def _enter(self) -> Control:
+        if self._task.place is not None:
+            enter(self._task.place)
+        control = self._control = Control(self._access, self._seat, self._on_board, self._link.fileno())
+        return control
+
+    def _work(self, led: Led) -> None:
+        task, control = self._task, self._enter()
+        control.enter(__version__, b"")
+        session = self._session = led.session(self._seat, self._channel, self._on_board)
+        # the director tells of steps; what is found in forwards, every worker finds, and the first one tells
+        self._channel.speak(self._seat == 0)
+        with deterministic_algorithms(task.start.deterministic), flushing(self._channel):
+            led.work(session, self._link, task.place, control.attend)
+
     def _train(self) -> None:
         task, start = self._task, self._task.start
-        if task.place is not None:
-            enter(task.place)
-        self._control = Control(self._access, self._seat, self._on_board, self._link.fileno())
+        self._control = self._enter()
         elasticity = task.elasticity
         standing = start.standing(
             self._control,
@@ -129,6 +153,7 @@ class _Worker:
             if standing.joining:
                 # what it is told of the run until it takes part in it
                 session.rank, session.workers = self._seat, elasticity.workers
+            assert task.body is not None
             value = task.body(session)
             session.finish_saving()
         if standing.broken and not standing.finished:

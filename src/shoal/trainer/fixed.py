@@ -27,7 +27,9 @@ class Fixed:
         self.place = place
         self.faults: Any | None = None
 
-    def computes(self, start: int, stop: int) -> None: ...
+    def computes(self, start: int, stop: int) -> None:
+        if self.place is not None:
+            self.place.computes(start, stop)
 
     def fault(self, point: str, step: int) -> None: ...
 

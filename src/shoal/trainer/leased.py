@@ -28,7 +28,7 @@ from shoal.layouts.single import Change, uses_batch_statistics
 from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
-from shoal.trainer.channel import Channel
+from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.fit import Recipe
 from shoal.trainer.fixed import Fixed
 from shoal.trainer.session import Session
@@ -58,10 +58,12 @@ Params = Sequence[tuple[str, nn.Parameter]]
 class LeasedSession(Session):
     """The session of a worker that computes leases."""
 
+    channel: ElasticChannel
+
     def __init__(
         self,
         seat: int,
-        channel: Channel,
+        channel: ElasticChannel,
         start: Start,
         model: nn.Module,
         setup: Setup,

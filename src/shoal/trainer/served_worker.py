@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,31 +11,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import nn
 
 from shoal.core.errors import ShoalError
 from shoal.data.parcel import seal, unseal
 from shoal.elastic.board import Phase
-from shoal.elastic.board import Place as OnBoard
-from shoal.engines.heap import keep_freed_memory
-from shoal.engines.places import Place, enter
+from shoal.elastic.control import Left
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Placement, Ready, Work, encode
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.table_client import TableClient
-from shoal.trainer import messages
-from shoal.trainer.channel import LinkChannel, leave_sigterm_to_the_supervisor
-from shoal.trainer.elastic_worker import EXIT_FAILED, flush_output
 from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.failure import describe, whole_traceback
 from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases, Servers
-from shoal.trainer.logs import begin_log, log_failure
 from shoal.trainer.session import TELL_SECONDS
-from shoal.trainer.start import Start, deterministic_algorithms
 from shoal.trainer.tables import Embeddings
 from shoal.trainer.together import samples_together
-from shoal.wire.link import Link, LinkClosed
+from shoal.wire.link import Link
 
 _decode = msgspec.msgpack.Decoder(Placement | Work | Evaluate | Depart).decode
 
@@ -73,35 +63,30 @@ class ServedTask:
 
     model: nn.Module
     recipe: Recipe
-    start: Start
-    place: Place | None = None
-    """The lab host that it runs on."""
-    faults: Faults | None = None
     workers: int = 1
     """How many workers there are about: they share the cores and the batch."""
+    faults: Faults | None = None
 
 
-def be_served_worker(
-    seat: int,
+def serve_leases(
+    session: LeasedSession,
     link: Link,
     host: str,
     setup: Setup,
     task: ServedTask,
-    *,
-    on_board: OnBoard | None = None,
+    attend: Callable[[], None],
     make_client: MakeClient | None = None,
 ) -> None:
-    """From the first moment of a worker's process to its last.
+    """Compute what the clerk leases to this worker, until `Left` or `LinkClosed` is raised.
 
-    The end of the link ends it: what is applied is on the servers, and a worker has nothing that is worth keeping.
+    `attend` is called once it can be given something to do. The end of the link ends it: what is applied is on the
+    servers, and a worker has nothing that is worth keeping.
     """
-    leave_sigterm_to_the_supervisor()
-    begin_log(task.start.logs, seat)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    if on_board is not None:
-        on_board.begin(os.getpid())
-    _Worker(seat, link, host, setup, task, make_client or _client, on_board).run()
+    worker = _Worker(session, link, host, setup, task, make_client or _client)
+    try:
+        worker.serve(attend)
+    finally:
+        worker.close()
 
 
 def _client(*given: Any, **options: Any) -> AClient:
@@ -115,32 +100,15 @@ class _Told(Exception):
     """While it waited for weights, a worker was told something that comes first."""
 
 
-class _Left(Exception):
-    """The worker is to leave."""
-
-
 class _Worker:
     def __init__(
-        self,
-        seat: int,
-        link: Link,
-        host: str,
-        setup: Setup,
-        task: ServedTask,
-        make_client: MakeClient,
-        on_board: OnBoard | None,
+        self, session: LeasedSession, link: Link, host: str, setup: Setup, task: ServedTask, make_client: MakeClient
     ) -> None:
-        self._seat = seat
+        self._session = session
+        self._seat = session.seat
         self._link = link
-        self._host = host
         self._setup = setup
         self._task = task
-        self._make_client = make_client
-        self._on_board = on_board
-        # the clerk tells of steps; what is found in forwards, every worker finds, and the first one tells
-        self._channel = LinkChannel(link, speaks=seat == 0)
-        self._session: LeasedSession | None = None
-        self._client: AClient | None = None
         self._part: Part | None = None
         self._leases: Leases | None = None
         self._placement: Placement | None = None
@@ -149,71 +117,27 @@ class _Worker:
         self._evaluations: deque[tuple[Evaluate, Sequence[bytearray]]] = deque()
         self._waiting = False
         self._told = time.monotonic()
+        self._client: AClient = make_client(
+            setup,
+            self._seat,
+            host,
+            session.params,
+            fd=link.fileno(),
+            hear=self._hear,
+            on_wait=session.channel.urge,
+            account=session.group.account,
+        )
 
-    def run(self) -> None:
-        failed: messages.Failed | None = None
-        try:
-            with deterministic_algorithms(self._task.start.deterministic):
-                self._serve()
-        except _Left as leaving:
-            self._depart(str(leaving))
-        except LinkClosed:
-            flush_output()
-            os._exit(EXIT_FAILED)
-        except BaseException as error:
-            failed = describe(error, self._session)
-            if self._task.start.logs is not None:
-                log_failure(self._seat, whole_traceback(error))
-        if failed is not None:
-            self._fail(failed)
-
-    def _fail(self, failed: messages.Failed) -> None:
-        flush_output()
-        with suppress(LinkClosed):
-            self._channel.flush()
-            self._link.send(messages.encode(failed))
-        self._let_go()
-        # the supervisor ends this process
-        with suppress(LinkClosed):
-            while True:
-                self._link.recv()
-        sys.exit(EXIT_FAILED)
-
-    def _depart(self, why: str) -> None:
-        with suppress(LinkClosed):
-            self._tell()
-            self._channel.flush()
-            flush_output()
-            self._let_go()
-            self._link.send(messages.encode(messages.Departed(why)))
-
-    def _let_go(self) -> None:
-        for thing in (self._part, self._leases, self._client, self._session):
+    def close(self) -> None:
+        for thing in (self._part, self._leases, self._client):
             if thing is not None:
                 with suppress(ShoalError, OSError):  # there is something more important to say
                     thing.close()
 
     # -- what it does --------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        task, setup = self._task, self._setup
-        if task.place is not None:
-            enter(task.place)
-        session = LeasedSession(
-            self._seat, self._channel, task.start, task.model, setup, workers=task.workers, place=self._on_board
-        )
-        self._session = session
-        client = self._make_client(
-            setup,
-            self._seat,
-            self._host,
-            session.params,
-            fd=self._link.fileno(),
-            hear=self._hear,
-            on_wait=self._channel.urge,
-            account=session.group.account,
-        )
-        self._client = client
+    def serve(self, attend: Callable[[], None]) -> None:
+        task, setup, session, client = self._task, self._setup, self._session, self._client
         if setup.tables:
             session.tables = Embeddings(task.model, setup, client.tables)
         leases = self._leases = Leases(session, client, task.model, task.recipe, setup, task.workers)
@@ -221,9 +145,10 @@ class _Worker:
             samples_together(session, task.model, task.recipe, start=setup.version, least=leases.loop.least)
         if self._placement is not None:
             client.place(self._placement)
+        attend()
         self._link.send(encode(Ready(os.getpid())))
         # what there is to say of the data
-        self._channel.flush()
+        session.channel.flush()
         while True:
             if time.monotonic() - self._told > TELL_SECONDS:
                 self._tell()
@@ -334,13 +259,13 @@ class _Worker:
                 self._evaluations.append((message, buffers))
                 changed = True
             else:
-                raise _Left(message.why)
+                raise Left(message.why)
         if changed and self._waiting:
             raise _Told
 
     def _placed(self, placement: Placement) -> None:
         self._placement = placement
-        if self._client is not None:
+        if self._leases is not None:
             self._client.place(placement)
 
     def _send(self, message: msgspec.Struct, tree: Any) -> None:
@@ -352,8 +277,7 @@ class _Worker:
 
     def _tell(self) -> None:
         self._told = time.monotonic()
-        if self._session is not None:
-            self._channel.emit(self._session.seen())
+        self._session.channel.emit(self._session.seen())
 
     def _fault(self, point: str, step: int) -> None:
         if self._task.faults is not None:

@@ -634,9 +634,7 @@ class Trainer(Configured):
             before = not is_spmd(self.engine)
             start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
             elasticity = replace(self.elasticity, faults=None)
-            return run(
-                body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity
-            )
+            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity)
         except ShoalError as error:
             raise error.with_traceback(None) from None
 
