@@ -234,3 +234,17 @@ def test_that_it_is_gone_is_seen_by_looking_alone(ends: Ends) -> None:
     ends.link.close()
     time.sleep(0.03)
     assert ends.channel.stop_asked() == PREEMPTED
+
+
+def test_a_step_that_takes_long_does_not_wait_for_the_next_one(ends: Ends) -> None:
+    ends.channel.speak(True)
+    ends.channel.emit(done(1))
+    ends.channel.emit(EvalDone(step=1, epoch=0, metrics={}))
+    ends.channel.flush()
+    assert ends.steps() == []
+    time.sleep(0.25)
+    ends.channel.flush()
+    assert [type(event) for event in ends.heard()] == [StepDone], "what else there is of it waits"
+    ends.channel.confirm(1)
+    ends.channel.flush()
+    assert [type(event) for event in ends.heard()] == [EvalDone]

@@ -18,7 +18,7 @@ from shoal.core.following import PREEMPTED as PREEMPTED
 from shoal.core.following import STOPPED as STOPPED
 from shoal.wire.link import LinkClosed
 
-_HELD_SECONDS = 0.5
+_HELD_SECONDS = 0.25
 """What was told is not held back for longer, whatever the main thread waits for."""
 _CLEANING_SECONDS = 2.0
 

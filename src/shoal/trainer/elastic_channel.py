@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.core.events import AnyEvent, Notice, Preparing, RunStarted, WorkerSeen
+from shoal.core.events import AnyEvent, Notice, Preparing, RunStarted, StepDone, WorkerSeen
 from shoal.trainer.channel import PREEMPTED
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, decode_down, encode
 from shoal.wire.link import Link, LinkClosed
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 _FLUSH_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _KEPT = 1000
+_SURE_SECONDS = 0.2
+"""A step that was applied here so long ago is told, whether or not the next one has confirmed it. By then all members
+have its sums as well; and who had to do it again would tell the same."""
 
 
 class ElasticChannel:
     """Over the link to the supervisor, for a worker whose rank changes.
 
     Every worker builds all events of the run. The one that speaks, rank 0, sends them once they are confirmed: before
-    that, a death could still take back what it has done. The others keep the last thousand, and one that begins to
+    that, a death could still take back what it has done. (Of steps that take long, each is told without waiting for the
+    next one.) The others keep the last thousand, and one that begins to
     speak sends them all; the supervisor knows which it has had.
 
     Nothing raises when the supervisor is gone: the worker is orphaned then, which is a reason to stop, checkpointed.
@@ -40,6 +44,7 @@ class ElasticChannel:
         self._loop = 0
         self._kept: deque[AnyEvent] = deque(maxlen=_KEPT)
         self._pending: list[AnyEvent] = []  # to be sent once they are confirmed
+        self._pending_since = 0.0
         self._going: list[AnyEvent] = []  # with the next message
         self._early: deque[AnyEvent] = deque(maxlen=_KEPT)  # for people, from before anybody spoke
         self._unsaid: list[Notice] = []  # of the step under way: who speaks may die before it has said the same
@@ -82,7 +87,11 @@ class ElasticChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is confirmed."""
+        """Send what is confirmed, and steps that were applied a while ago."""
+        if self._pending and time.monotonic() - self._pending_since > _SURE_SECONDS:
+            with self._lock:
+                self._going += [event for event in self._pending if isinstance(event, StepDone)]
+                self._pending = [event for event in self._pending if not isinstance(event, StepDone)]
         if self._going:
             self._send(ask=False)
 
@@ -90,7 +99,7 @@ class ElasticChannel:
         """Whether this worker tells for all from now on."""
         with self._lock:
             if on and not self._speaks:
-                self._pending = list(self._kept)
+                self._pending, self._pending_since = list(self._kept), time.monotonic()
                 self._going += [*self._early, *self._unsaid]
                 self._unsaid = []
             elif not on:
@@ -173,6 +182,8 @@ class ElasticChannel:
         else:
             self._kept.append(event)
             if self._speaks:
+                if not self._pending:
+                    self._pending_since = time.monotonic()
                 self._pending.append(event)
 
     def _release(self) -> None:
