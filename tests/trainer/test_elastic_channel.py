@@ -248,3 +248,20 @@ def test_a_step_that_takes_long_does_not_wait_for_the_next_one(ends: Ends) -> No
     ends.channel.confirm(1)
     ends.channel.flush()
     assert [type(event) for event in ends.heard()] == [EvalDone]
+
+
+def test_one_that_copies_knows_what_its_source_knew(ends: Ends) -> None:
+    """The one that spoke died before it told steps 2 and 3; then the source of the copy dies, and this one speaks."""
+    source = Ends()
+    for channel, last in ((source.channel, 4), (ends.channel, 3)):
+        channel.speak(False)
+        for step in range(1, last + 1):
+            channel.emit(done(step))
+    ends.channel.confirm(2)
+    source.channel.confirm(3)
+    ends.channel.adopt(source.channel.kept())
+    source.close()
+    ends.channel.speak(True)
+    ends.channel.confirm(4)
+    ends.channel.flush()
+    assert ends.steps() == [1, 2, 3, 4]

@@ -123,18 +123,18 @@ class ElasticChannel:
                 self._loop, self._confirmed = number, 0
                 self._kept.clear()
 
-    def pending(self) -> list[AnyEvent]:
-        """What has been emitted here and is not confirmed: one that copies this worker's state needs it too."""
+    def kept(self) -> list[AnyEvent]:
+        """What was emitted here last. One that copies this worker's state needs it too: perhaps nobody has told it yet,
+        and that one is the only one left who could."""
         with self._lock:
-            return [event for event in self._kept if event.step > self._confirmed]
+            return list(self._kept)
 
     def adopt(self, events: Sequence[AnyEvent]) -> None:
-        """Take over what is `pending` on the worker whose state this one has copied, in place of its own."""
+        """Take over what is `kept` on the worker whose state this one has copied, in place of its own."""
         with self._lock:
-            sure = [event for event in self._kept if event.step <= self._confirmed]
-            self._kept = deque([*sure, *events], maxlen=_KEPT)
+            self._kept = deque(events, maxlen=_KEPT)
             if self._speaks:
-                self._pending = [event for event in self._pending if event.step <= self._confirmed] + list(events)
+                self._pending = [event for event in self._kept if event.step > self._confirmed]
 
     def complete(self) -> None:
         """The run is complete on all members: everything is confirmed, and sent."""

@@ -281,7 +281,7 @@ class Standing:
     def _copy(self, group: Group, session: Session, step: int, *, behind: bool) -> None:
         tree: Any = None
         if group.rank == 0:
-            tree = {"state": session.state(), "events": msgspec.msgpack.encode(self._channel.pending())}
+            tree = {"state": session.state(), "events": msgspec.msgpack.encode(self._channel.kept())}
 
         def at_chunk() -> None:
             self._place.enter(Phase.COPY, session.step)  # anew: there is progress
