@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.comm.shm.segment import sweep
 from shoal.core.version import __version__
-from shoal.elastic.access import Access
+from shoal.elastic.access import Access, control_folder
 from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
 from shoal.engines.local import LocalEngine
@@ -19,7 +19,7 @@ from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
-from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
+from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.logs import Tail
 from shoal.trainer.start import Body, Start

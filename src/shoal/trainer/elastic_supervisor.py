@@ -20,11 +20,10 @@ from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
 from shoal.trainer.channel import STOPPED, StopSignals
 from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.failure import as_error, ended_error, why_ended
+from shoal.trainer.failure import ROOT_CAUSE_SECONDS, as_error, ended_error, why_ended
 from shoal.trainer.logs import ERR, Tail, log_path
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, decode_up, encode
-from shoal.trainer.start import ROOT_CAUSE_SECONDS, Start
-from shoal.trainer.stopping import signal_notice
+from shoal.trainer.stopping import KEPT, signal_notice
 from shoal.trainer.stuck import Asking, Stuck
 from shoal.trainer.vain import Vain
 from shoal.trainer.watch import Watcher
@@ -58,9 +57,9 @@ class Supervisor:
         signals: StopSignals | None,
         tail: Tail,
         stacks: Asking,
-        kept: str = Start.kept,
+        kept: str = KEPT,
     ) -> None:
-        """`kept`: see `Start`."""
+        """`kept`: see `KEPT`."""
         self._crew = crew
         self._kept = kept
         self._board = board

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.comm.strings import SAME_ORDER
 from shoal.core import errors
-from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
+from shoal.core.errors import SAME_ORDER, DataError, GroupError, ShoalError, WorkerError
 from shoal.core.seats import FIRST_SERVER, name_of
 from shoal.core.traces import own_traceback, place_of
 from shoal.engines.local import Ended
@@ -27,6 +26,8 @@ from shoal.trainer.proof.rehearse import playing
 if TYPE_CHECKING:
     from shoal.trainer.session import Session
 
+ROOT_CAUSE_SECONDS = 2.0
+"""How long to wait for the worker whose end broke the others' group."""
 _WIDTH = 76
 _MOST_TEXT = 200_000
 """Characters of a message or a traceback."""

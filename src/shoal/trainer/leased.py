@@ -24,7 +24,7 @@ from shoal.core.slices import Forward, Slices
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
 from shoal.elastic.board import Place
-from shoal.layouts.single import Change, uses_batch_statistics
+from shoal.layouts.single import Change, least_samples
 from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
@@ -403,8 +403,3 @@ class Leases:
             self.loop.close()
         self._drawing.__exit__(None, None, None)
         self._loader.close()
-
-
-def least_samples(model: nn.Module) -> int:
-    """That must be computed together: one sample alone has no variance, and BatchNorm fails."""
-    return 2 if uses_batch_statistics(model) else 1

@@ -30,6 +30,7 @@ from shoal.elastic.board import Board
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import STOPPED, StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.fit import Recipe
@@ -38,7 +39,7 @@ from shoal.trainer.served_server import be_server
 from shoal.trainer.served_setup import make_setup
 from shoal.trainer.served_staff import Staff, Started
 from shoal.trainer.served_worker import ServedTask, be_served_worker
-from shoal.trainer.start import LOOPBACK, Start
+from shoal.trainer.start import Start
 from shoal.trainer.stopping import signal_notice
 from shoal.trainer.stuck import Stuck
 from shoal.trainer.watch import Watcher

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.elastic.access import Access
+from shoal.elastic.access import Access, control_folder
 from shoal.elastic.messages import MOST_BYTES, OPERATOR, Refused, Scale, Welcome, decode_letter, encode
-from shoal.trainer.elastic_worker import control_folder
-from shoal.trainer.start import LOOPBACK
+from shoal.engines.world import LOOPBACK
 from shoal.wire.curve import Keys, Server
 
 _AT_ONCE = 16

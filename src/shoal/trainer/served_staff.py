@@ -19,6 +19,7 @@ from shoal.core.seats import FIRST_SERVER
 from shoal.core.spec import MOST_SERVERS
 from shoal.engines.local import Crew, Ended, Message
 from shoal.engines.look import is_halted
+from shoal.layouts.single import least_samples
 from shoal.syncs.server.messages import Complaint, Depart, End, Lease, encode
 from shoal.syncs.server.messages import Up as Said
 from shoal.trainer.clerk import Clerk, Facts
@@ -26,7 +27,6 @@ from shoal.trainer.elastic_events import change_in_words, how_it_ended
 from shoal.trainer.failure import as_error, ended_error
 from shoal.trainer.fit import first_words
 from shoal.trainer.idle import idle_words
-from shoal.trainer.leased import least_samples
 from shoal.trainer.messages import Departed, Failed, Happened, Returned
 from shoal.trainer.served_desk import Desk
 from shoal.trainer.served_saving import resumed

@@ -26,12 +26,11 @@ from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.table_client import TableClient
 from shoal.trainer import messages
 from shoal.trainer.channel import LinkChannel, leave_sigterm_to_the_supervisor
-from shoal.trainer.elastic_worker import EXIT_FAILED, flush_output
 from shoal.trainer.evaluate import Evaluator, Part
 from shoal.trainer.failure import describe, whole_traceback
 from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases, Servers
-from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
 from shoal.trainer.session import TELL_SECONDS
 from shoal.trainer.start import Start, deterministic_algorithms
 from shoal.trainer.tables import Embeddings

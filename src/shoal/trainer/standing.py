@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shoal.comm.group import Group
-from shoal.comm.strings import SAME_ORDER
 from shoal.comm.topology import HostsApart
-from shoal.core.errors import ConfigError, GroupError
+from shoal.core.errors import SAME_ORDER, ConfigError, GroupError
 from shoal.core.events import AnyEvent
 from shoal.core.version import __version__
 from shoal.elastic.board import Phase, Place

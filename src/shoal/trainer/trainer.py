@@ -19,11 +19,13 @@ from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
 from shoal.core.events import Callback, WorkerSeen
+from shoal.core.ordering import items_in_words
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
+from shoal.engines.world import is_main_process
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
@@ -68,15 +70,7 @@ from shoal.trainer.rundir import (
 )
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_callbacks
-from shoal.trainer.start import (
-    Start,
-    check_workers,
-    default_workers,
-    import_for_training,
-    is_main_process,
-    is_spmd,
-)
-from shoal.trainer.step import items_in_words
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_spmd
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
@@ -634,9 +628,7 @@ class Trainer(Configured):
             before = not is_spmd(self.engine)
             start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
             elasticity = replace(self.elasticity, faults=None)
-            return run(
-                body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity
-            )
+            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity)
         except ShoalError as error:
             raise error.with_traceback(None) from None
 
