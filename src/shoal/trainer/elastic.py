@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.comm.shm.segment import sweep
 from shoal.core.version import __version__
+from shoal.data.parcel import unseal
 from shoal.elastic.access import Access, control_folder
 from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
@@ -78,7 +79,8 @@ def run_elastic(
             folder = control_folder(start.run_dir, crew.scratch)
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
-            return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+            values = Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+            return [unseal(bytes(parcel), buffers) for parcel, *buffers in values]
     finally:
         if elasticity.faults is not None:
             elasticity.faults.finish()

@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop
-from shoal.data.parcel import unseal
 from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
@@ -29,6 +28,8 @@ from shoal.trainer.vain import Vain
 from shoal.trainer.watch import Watcher
 
 COORDINATOR_SEAT = said.MOST_SEATS
+Sealed: TypeAlias = list[bytearray]
+"""What a worker returned, as it came: a parcel and its buffers."""
 
 _TICK_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.05
@@ -71,7 +72,7 @@ class Supervisor:
         self._living: set[int] = set()
         self._stuck = Stuck(board, stacks, lambda: sorted(self._living), lambda text: watch.urge(text))
         self._acts = _Acts(crew, self._living, self._rescale)
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, Sealed] = {}
         self._complete = False
         """Whether a worker has seen that all are done."""
         self._last_end: tuple[Ended, float] | None = None
@@ -96,7 +97,7 @@ class Supervisor:
         self._passed_on: str | None = None
         self._wish: tuple[int, float] | None = None  # so many workers, and when that was asked for
 
-    def watch(self) -> list[Any]:
+    def watch(self) -> list[Sealed]:
         """Until the run is over; the values in order of seat. Raises what ended it before."""
         try:
             with self._stuck.explaining():
@@ -109,7 +110,7 @@ class Supervisor:
                 lost.worker, lost.why = self._last_end[0].worker, why_ended(self._last_end[0], self._tail.folder)
             raise
 
-    def _watch_until_over(self) -> list[Any]:
+    def _watch_until_over(self) -> list[Sealed]:
         self._start_coordinator()
         while not self._over():
             self._pass_on_stop()
@@ -303,8 +304,7 @@ class Supervisor:
             return
         message = decode_up(arrival.header)
         if isinstance(message, Returned):
-            parcel, *buffers = arrival.buffers
-            self._values[arrival.worker] = unseal(bytes(parcel), buffers)
+            self._values[arrival.worker] = arrival.buffers
             self._complete = self._complete or message.complete
         elif isinstance(message, Departed):
             self._departed.add(arrival.worker)
