@@ -277,7 +277,7 @@ def test_an_exception_of_users_ends_the_run_with_its_traceback(tmp_path: Path) -
             try:
                 raise LookupError("no such sample")
             except LookupError as error:
-                self.channel.give(describe(error, None))
+                self.channel.give(describe(error))
         self.channel.speak(True)
         self.channel.confirm(1)
         self.channel.emit(done(1))

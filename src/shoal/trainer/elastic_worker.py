@@ -22,9 +22,10 @@ from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
 from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import flushing, leave_sigterm_to_the_supervisor
+from shoal.trainer.describing import describe_here
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.failure import describe, whole_traceback
+from shoal.trainer.failure import whole_traceback
 from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
 from shoal.trainer.messages import Departed, Failed, Returned
 from shoal.trainer.session import Session
@@ -89,7 +90,7 @@ class _Worker:
             self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
             return
         except BaseException as error:
-            failed = describe(error, self._session)
+            failed = describe_here(error, self._session)
             if self._task.start.logs is not None:
                 log_failure(self._seat, whole_traceback(error))
         # outside the except block: see comm.group

@@ -34,7 +34,7 @@ def be_server(number: int, link: Link, host: str, setup: Setup, start: Start, pl
     except LinkClosed:
         return
     except BaseException as error:
-        failed = describe(error, None)
+        failed = describe(error)
         if start.logs is not None:
             log_failure(seat, whole_traceback(error))
     if failed is not None:

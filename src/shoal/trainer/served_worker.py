@@ -26,8 +26,9 @@ from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.table_client import TableClient
 from shoal.trainer import messages
 from shoal.trainer.channel import LinkChannel, leave_sigterm_to_the_supervisor
+from shoal.trainer.describing import describe_here
 from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.failure import describe, whole_traceback
+from shoal.trainer.failure import whole_traceback
 from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases, Servers
 from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
@@ -160,7 +161,7 @@ class _Worker:
             flush_output()
             os._exit(EXIT_FAILED)
         except BaseException as error:
-            failed = describe(error, self._session)
+            failed = describe_here(error, self._session)
             if self._task.start.logs is not None:
                 log_failure(self._seat, whole_traceback(error))
         if failed is not None:
