@@ -31,9 +31,9 @@ from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import DirectChannel
 from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases
 from shoal.trainer.messages import Departed, Failed, Happened
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.served_worker import ServedTask, be_served_worker
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start

@@ -31,7 +31,7 @@ from shoal.trainer.telling import run_started
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.fit import Recipe
+    from shoal.trainer.recipe import Recipe
     from shoal.trainer.saving import Saving
 
 __all__ = ["BooksDiffer", "Clerk", "Facts", "Hands"]

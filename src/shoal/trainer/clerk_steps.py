@@ -31,7 +31,7 @@ from shoal.trainer.served_seen import Seen
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.fit import Recipe
+    from shoal.trainer.recipe import Recipe
 
 
 class Hands(Protocol):

@@ -29,8 +29,8 @@ from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import Channel
-from shoal.trainer.fit import Recipe
 from shoal.trainer.fixed import Fixed
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start
 from shoal.trainer.step import Loop, Step, room

@@ -33,8 +33,8 @@ from shoal.engines.stacks import Stacks
 from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import STOPPED, StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.fit import Recipe
 from shoal.trainer.logs import Tail
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.served_server import be_server
 from shoal.trainer.served_setup import make_setup
 from shoal.trainer.served_staff import Staff, Started

@@ -18,7 +18,7 @@ from shoal.syncs.server.optimizers import needs_whole
 from shoal.syncs.server.pushcodec import has_codec
 from shoal.syncs.server.setup import Memory, Setup
 from shoal.syncs.server.tables import empty_cut, make_tables
-from shoal.trainer.fit import Recipe, make_optimizer, make_schedule
+from shoal.trainer.recipe import Recipe, make_optimizer, make_schedule
 from shoal.trainer.restore import restore
 from shoal.trainer.start import Start
 from shoal.trainer.tables import find_tables, make_real

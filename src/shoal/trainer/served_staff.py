@@ -25,9 +25,9 @@ from shoal.syncs.server.messages import Up as Said
 from shoal.trainer.clerk import Clerk, Facts
 from shoal.trainer.elastic_events import change_in_words, how_it_ended
 from shoal.trainer.failure import as_error, ended_error
-from shoal.trainer.fit import first_words
 from shoal.trainer.idle import idle_words
 from shoal.trainer.messages import Departed, Failed, Happened, Returned
+from shoal.trainer.recipe import first_words
 from shoal.trainer.served_desk import Desk
 from shoal.trainer.served_saving import resumed
 from shoal.trainer.start import Start

@@ -27,11 +27,11 @@ from shoal.syncs.server.table_client import TableClient
 from shoal.trainer import messages
 from shoal.trainer.channel import LinkChannel, leave_sigterm_to_the_supervisor
 from shoal.trainer.describing import describe_here
-from shoal.trainer.evaluate import Evaluator, Part
+from shoal.trainer.evaluate import Evaluator, Part, part_of
 from shoal.trainer.failure import whole_traceback
-from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases, Servers
 from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.session import TELL_SECONDS
 from shoal.trainer.start import Start, deterministic_algorithms
 from shoal.trainer.tables import Embeddings
@@ -303,7 +303,7 @@ class _Worker:
         session.at(self._setup.course.step(max(0, order.version - 1)))
         self._fault("evaluate", order.version - 1)
         if self._part is None:
-            self._part = recipe.part(session, recipe.eval_data, "eval_data", task.workers)
+            self._part = part_of(session, recipe, recipe.eval_data, "eval_data", task.workers)
         session.enter(Phase.EVALUATE)
         metrics = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics).run(task.model)
         session.evaluating = False

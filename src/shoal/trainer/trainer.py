@@ -29,7 +29,6 @@ from shoal.engines.world import is_main_process
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
-from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -49,13 +48,14 @@ from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, done_by_all, join, predict_part
-from shoal.trainer.fit import Recipe, train
+from shoal.trainer.evaluate import Evaluator, Part, done_by_all, join, part_of, predict_part
+from shoal.trainer.fit import train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.marks import Marks
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
+from shoal.trainer.recipe import AfterStep, LossFn, PredictFn, Recipe
 from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
@@ -612,7 +612,7 @@ class Trainer(Configured):
 
     def _part(self, session: Session, data: Any) -> Part:
         session.compare_data(data, "data")
-        return self.recipe.part(session, data, "data", session.workers)
+        return part_of(session, self.recipe, data, "data", session.workers)
 
     def _average(self) -> Average | None:
         if self.average is None or self.recipe.ema is None:
