@@ -11,7 +11,8 @@ from shoal.comm.group import Group, SoloGroup
 from shoal.core.errors import ConfigError
 from shoal.core.slices import evenly
 from shoal.syncs import allreduce
-from shoal.syncs.allreduce import AloneExchange, BucketExchange, Exchange, TreeExchange, make_exchange
+from shoal.syncs.allreduce import AloneExchange, BucketExchange, Exchange, TreeExchange
+from shoal.syncs.exchanges import make_exchange
 from shoal.testing.ranks import run_ranks
 
 SIZES = [1, 2, 3, 4]

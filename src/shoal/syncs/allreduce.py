@@ -17,11 +17,9 @@ from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
 from shoal.comm.plan import Settled
 from shoal.core.atoms import Node, tree_nodes, tree_sum
-from shoal.core.errors import ConfigError
 from shoal.core.slices import evenly
 from shoal.core.traffic import GRADIENT
 from shoal.syncs.doubles import Riding, places
-from shoal.syncs.encoding import Encoding
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
@@ -91,37 +89,6 @@ class Exchange(Protocol):
 
     def close(self, *, with_group: bool = False) -> None:
         """Let go of everything. `with_group`: the group is closed next."""
-
-
-def make_exchange(
-    group: Group,
-    params: Params,
-    *,
-    by_atom: bool,
-    knowledge: bytes | None = None,
-    encoding: Encoding | None = None,
-    seed: int = 0,
-) -> Exchange:
-    """`knowledge`, the same bytes on all workers, is what an earlier exchange of the same parameters had settled.
-
-    What does not fit the parameters is measured anew. With `encoding` gradients travel encoded.
-    """
-    if encoding is not None:
-        # here: most runs need none of it
-        from shoal.syncs.auto import AutoExchange
-        from shoal.syncs.encoded import EncodedExchange
-
-        if by_atom:
-            raise ConfigError(
-                f"codec={encoding.codec.name!r}: deterministic=True sums the gradients of atoms as they are, so that "
-                "weights do not depend on the number of workers; use codec='none', or deterministic=False"
-            )
-        if encoding.codec.name == "auto":
-            return AutoExchange(group, params, encoding, knowledge, seed)
-        return EncodedExchange(group, encoding, seed)
-    if by_atom:
-        return TreeExchange(group, params)
-    return AloneExchange(params) if group.size == 1 else BucketExchange(group, params, knowledge)
 
 
 class AloneExchange:

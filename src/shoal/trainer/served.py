@@ -20,23 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, Notice, Scale, Stop
 from shoal.core.seats import FIRST_SERVER
-from shoal.core.spec import Server
 from shoal.elastic.board import Board
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
 from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import STOPPED, StopSignals, leave_sigterm_to_the_supervisor
-from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.logs import Tail
-from shoal.trainer.recipe import Recipe
 from shoal.trainer.served_server import be_server
-from shoal.trainer.served_setup import make_setup
+from shoal.trainer.served_setup import Served, make_setup
 from shoal.trainer.served_staff import Staff, Started
 from shoal.trainer.served_worker import ServedTask, be_served_worker
 from shoal.trainer.start import Start
@@ -46,17 +42,6 @@ from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link
 
 _TICK_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a run with servers is made of, besides what every run has."""
-
-    model: nn.Module
-    recipe: Recipe
-    sync: Server
-    workers: int
-    elasticity: Elasticity
 
 
 def run_served(

@@ -34,7 +34,7 @@ from shoal.trainer.start import Start
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.served import Served
+    from shoal.trainer.served_setup import Served
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 0.5

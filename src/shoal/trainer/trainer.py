@@ -455,7 +455,8 @@ class Trainer(Configured):
         self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.served import Served, run_served
+        from shoal.trainer.served import run_served
+        from shoal.trainer.served_setup import Served
 
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
