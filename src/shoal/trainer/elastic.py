@@ -12,20 +12,22 @@ from typing import Any
 from shoal.comm.shm.segment import sweep
 from shoal.core.seats import FIRST_SERVER
 from shoal.core.version import __version__
-from shoal.elastic.access import Access
+from shoal.data.parcel import unseal
+from shoal.elastic.access import Access, control_folder
 from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.apart import Relay, watch_apart
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.directing import Led
 from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
-from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
+from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.logs import Tail
-from shoal.trainer.start import LOOPBACK, Body, Start
+from shoal.trainer.start import Body, Start
 from shoal.trainer.watch import Watcher
 from shoal.wire.curve import Keys
 from shoal.wire.link import Link
@@ -92,7 +94,8 @@ def run_elastic(
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
             if led is None:
-                return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+                values = Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+                return [unseal(bytes(parcel), buffers) for parcel, *buffers in values]
 
             def make(relay: Relay) -> Supervisor:
                 return Supervisor(crew, board, elasticity, relay, signals, relay, stacks, start.kept, led)

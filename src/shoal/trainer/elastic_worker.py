@@ -7,7 +7,6 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,19 +21,19 @@ from shoal.elastic.coordinator import serve
 from shoal.elastic.membership import Plan
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import flushing, leave_sigterm_to_the_supervisor
+from shoal.trainer.describing import describe_here
 from shoal.trainer.directing import Led
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.failure import describe, whole_traceback
-from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.failure import whole_traceback
+from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
 from shoal.trainer.messages import Departed, Failed, Returned
 from shoal.trainer.session import Session
 from shoal.trainer.standing import CannotJoin
-from shoal.trainer.start import LOOPBACK, Body, Start, deterministic_algorithms
+from shoal.trainer.start import Body, Start, deterministic_algorithms
 from shoal.wire.link import Link, LinkClosed
-
-EXIT_FAILED = 1
 
 
 def be_coordinator(link: Link, access: Access, plan: Plan, place: Place | None) -> None:
@@ -102,7 +101,7 @@ class _Worker:
             self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
             return
         except BaseException as error:
-            failed = describe(error, self._session)
+            failed = describe_here(error, self._session)
             if self._task.start.logs is not None:
                 log_failure(self._seat, whole_traceback(error))
         # outside the except block: see comm.group
@@ -184,15 +183,3 @@ class _Worker:
 
 def _address(place: Place | None) -> str:
     return LOOPBACK if place is None else place.address
-
-
-def flush_output() -> None:
-    """What user code printed: the process may be killed, not left to end by itself."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-
-
-def control_folder(run_dir: Path | None, scratch: Path) -> Path:
-    """Where a run's keys, its coordinator's journal and its endpoint are."""
-    return (scratch if run_dir is None else run_dir) / "control"

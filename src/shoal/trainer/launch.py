@@ -16,6 +16,7 @@ from shoal.core import settings, spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
+from shoal.engines.world import is_main_process
 from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
@@ -25,7 +26,7 @@ from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_in_loop
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process, is_spmd
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_spmd
 from shoal.trainer.watch import Identity, Watch, resume_command
 
 

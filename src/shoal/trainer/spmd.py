@@ -16,17 +16,12 @@ from shoal.core.errors import CheckpointError, ConfigError, GroupError
 from shoal.core.events import Notice
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.script import ended, run_script_on, take_listener
-from shoal.engines.world import World
+from shoal.engines.world import LOOPBACK, World
 from shoal.trainer.channel import DirectChannel, StopSignals
-from shoal.trainer.failure import explain
+from shoal.trainer.describing import explain
+from shoal.trainer.failure import ROOT_CAUSE_SECONDS
 from shoal.trainer.session import Session
-from shoal.trainer.start import (
-    LOOPBACK,
-    ROOT_CAUSE_SECONDS,
-    Body,
-    Start,
-    deterministic_algorithms,
-)
+from shoal.trainer.start import Body, Start, deterministic_algorithms
 from shoal.trainer.watch import Watcher
 
 if TYPE_CHECKING:

@@ -19,15 +19,16 @@ from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
 from shoal.core.events import Callback, WorkerSeen
+from shoal.core.ordering import items_in_words
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
+from shoal.engines.world import is_main_process
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
-from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -47,13 +48,14 @@ from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, done_by_all, join, predict_part
-from shoal.trainer.fit import Recipe, train
+from shoal.trainer.evaluate import Evaluator, Part, done_by_all, join, part_of, predict_part
+from shoal.trainer.fit import train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.marks import Marks
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
+from shoal.trainer.recipe import AfterStep, LossFn, PredictFn, Recipe
 from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
@@ -68,15 +70,7 @@ from shoal.trainer.rundir import (
 )
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_callbacks
-from shoal.trainer.start import (
-    Start,
-    check_workers,
-    default_workers,
-    import_for_training,
-    is_main_process,
-    is_spmd,
-)
-from shoal.trainer.step import items_in_words
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_spmd
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
@@ -461,7 +455,8 @@ class Trainer(Configured):
         self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.served import Served, run_served
+        from shoal.trainer.served import run_served
+        from shoal.trainer.served_setup import Served
 
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
@@ -618,7 +613,7 @@ class Trainer(Configured):
 
     def _part(self, session: Session, data: Any) -> Part:
         session.compare_data(data, "data")
-        return self.recipe.part(session, data, "data", session.workers)
+        return part_of(session, self.recipe, data, "data", session.workers)
 
     def _average(self) -> Average | None:
         if self.average is None or self.recipe.ema is None:

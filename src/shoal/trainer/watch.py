@@ -37,13 +37,13 @@ from shoal.core.events import (
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
 from shoal.engines.program import in_package, script
+from shoal.engines.world import is_main_process
 from shoal.monitor.display.display import Display
 from shoal.monitor.resuming import in_python, resuming
 from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.calling import Calling
 from shoal.trainer.channel import StopSignals
-from shoal.trainer.start import is_main_process
 
 if TYPE_CHECKING:
     from shoal.monitor.report.summary import Summary
