@@ -170,9 +170,7 @@ def test_a_death_is_reported_with_its_place_replaced_and_told_in_words(tmp_path:
         engine.hear()
         engine.order(said.Start(0), said.Start(1), changed(1, [0, 1], [0, 1]))
         end = engine.hear()
-        assert end == said.Ended(
-            1, "was killed by SIGKILL", computing=True, step=12, positions=(64, 95), signal=9
-        )
+        assert end == said.Ended(1, "was killed by SIGKILL", computing=True, step=12, positions=(64, 95), signal=9)
         engine.order(said.Start(1), changed(2, [0], lost=[1]), changed(3, [0, 1], joined=[1]), said.Say("go"))
         engine.until_closed()
 

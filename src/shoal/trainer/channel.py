@@ -74,7 +74,8 @@ class LinkChannel:
             if isinstance(message, Decided):
                 self._stop = self._stop or message.stop
                 return
-            self._stop = self._stop or message.reason
+            if isinstance(message, StopAsked):
+                self._stop = self._stop or message.reason
 
     def stop_asked(self) -> str | None:
         now = time.monotonic()

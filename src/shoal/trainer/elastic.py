@@ -46,18 +46,9 @@ def run_elastic(
     With `hosts`, the hosts of a lab, the workers run there, and the coordinator on the first of them. Raises
     EverythingLost if nobody is left who has the state of the run, and WorkerError for whatever else ends it.
     """
-    plan = Plan(
-        workers=elasticity.workers,
-        least=elasticity.least,
-        most=elasticity.most,
-        version=__version__,
-        run=start.run_id,
-        before=elasticity.before,
-        replaces=elasticity.replaces,
-        deaths=10 if elasticity.faults is None else 0,
-    )
+    plan = plan_of(start, elasticity)
     keys = Keys.make()
-    board = Board(2 * elasticity.most + 8)
+    board = Board(seats_of(elasticity))
     places = _Places(hosts, elasticity.workers)
 
     def main(seat: int, link: Link, scratch: Path) -> None:
@@ -72,7 +63,7 @@ def run_elastic(
         with (
             closing(Stacks()) as stacks,
             Tail(start.logs, 0, watch.output) as tail,
-            _cleared(start.run_dir),
+            cleared(start.run_dir),
             LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=GRACE_SECONDS) as crew,
         ):
             folder = control_folder(start.run_dir, crew.scratch)
@@ -102,8 +93,26 @@ class _Places:
         return spread(self.hosts, self.workers)[seat] if seat < self.workers else self.hosts[seat % len(self.hosts)]
 
 
+def plan_of(start: Start, elasticity: Elasticity) -> Plan:
+    return Plan(
+        workers=elasticity.workers,
+        least=elasticity.least,
+        most=elasticity.most,
+        version=__version__,
+        run=start.run_id,
+        before=elasticity.before,
+        replaces=elasticity.replaces,
+        deaths=10 if elasticity.faults is None else 0,
+    )
+
+
+def seats_of(elasticity: Elasticity) -> int:
+    """Of the board: some more than there can be workers, for those whose seats rest."""
+    return 2 * elasticity.most + 8
+
+
 @contextmanager
-def _cleared(run_dir: Path | None) -> Iterator[None]:
+def cleared(run_dir: Path | None) -> Iterator[None]:
     """Before and after: no control folder. A supervisor that was killed may have left one."""
     folder = None if run_dir is None else control_folder(run_dir, run_dir)
     try:

@@ -17,6 +17,7 @@ from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
 from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
+from shoal.engines.script import ScriptCrew
 from shoal.trainer.channel import STOPPED, StopSignals
 from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
 from shoal.trainer.elasticity import Elasticity, EverythingLost
@@ -51,7 +52,7 @@ class Supervisor:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Crew | ScriptCrew,
         board: Board,
         elasticity: Elasticity,
         watch: Watcher,
@@ -110,6 +111,11 @@ class Supervisor:
                 lost.worker, lost.why = self._last_end[0].worker, why_ended(self._last_end[0], self._tail.folder)
             raise
 
+    @property
+    def returned(self) -> list[int]:
+        """The seats of those who have returned a value, in order."""
+        return sorted(self._values)
+
     def _watch_until_over(self) -> list[Any]:
         self._start_coordinator()
         while not self._over():
@@ -121,7 +127,7 @@ class Supervisor:
             elif arrival is not None:
                 self._bury(arrival)
         self._close_coordinator()
-        return [self._values[seat] for seat in sorted(self._values)]
+        return [self._values[seat] for seat in self.returned]
 
     def _over(self) -> bool:
         if not self._complete:
@@ -438,7 +444,7 @@ class Supervisor:
 class _Acts:
     """What faults have done by the supervisor."""
 
-    def __init__(self, crew: Crew, living: set[int], rescale: Callable[[int], None]) -> None:
+    def __init__(self, crew: Crew | ScriptCrew, living: set[int], rescale: Callable[[int], None]) -> None:
         self._crew = crew
         self._living = living
         self._rescale = rescale

@@ -19,6 +19,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import AnyCodec, Local, NoCodec
 from shoal.elastic.board import Place
+from shoal.engines.script import here
 from shoal.engines.world import World
 from shoal.trainer.channel import Channel
 from shoal.trainer.saving import Saving
@@ -116,6 +117,7 @@ class Start:
         place: Place,
         seat: int,
         *,
+        device: torch.device,
         host: str,
         faults: Any | None = None,
     ) -> Standing:
@@ -125,7 +127,6 @@ class Start:
 
         def make_group(store: Any, rank: int, size: int) -> Group:
             # no notes: the coordinator, who keeps the store, watches the members itself
-            device = torch.device("cpu")
             return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
 
         return Standing(control, channel, place, seat, make_group, faults)
@@ -180,18 +181,19 @@ def default_workers(engine: Local) -> int:
 
 
 def is_spmd(engine: Local) -> bool:
-    """Whether the script runs once per worker, so that this process is a worker itself."""
-    return (
-        World.detect(os.environ) is not None
-        or engine.start == "script"
-        or (engine.start == "auto" and torch.cuda.is_available())
-    )
+    """Whether the script runs once per worker, so that each makes its model and its data itself."""
+    return is_launched() or engine.start == "script" or (engine.start == "auto" and torch.cuda.is_available())
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of the workers."""
+    return World.detect(os.environ) is not None
 
 
 def is_main_process() -> bool:
-    """False on the workers other than worker 0 of a script that runs once per worker."""
+    """False in the processes of a script that runs once per worker, but for the one that tells and keeps the run."""
     world = World.detect(os.environ)
-    return world is None or world.rank == 0
+    return here() is None if world is None else world.rank == 0
 
 
 def import_for_training() -> None:

@@ -106,7 +106,10 @@ class Watch:
         self._main = is_main_process()
         self._mode = settings.progress_mode() if self._main else "quiet"
         self._display = Display(self._mode, verbose=now.verbose, stream=now.stream if self._main else None)
-        self._calling = Calling(callbacks, self.warn, lambda: signals is not None and signals.asked is not None)
+        # one process of a script that runs once per worker has them called, for all
+        self._calling = Calling(
+            callbacks if self._main else (), self.warn, lambda: signals is not None and signals.asked is not None
+        )
         self._listeners: list[Callback] = []
         self._identity: Identity | None = None
         self._recorder: Recorder | None = None
