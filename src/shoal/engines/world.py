@@ -6,7 +6,6 @@ knows their names. It is pure: the environment is an argument.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,12 +55,6 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise ValueError(nodelist)
     return _BRACKET.sub(lambda bracket: bracket[1], match[1])
-
-
-def is_main_process() -> bool:
-    """False on the workers other than worker 0 of a script that runs once per worker."""
-    world = World.detect(os.environ)
-    return world is None or world.rank == 0
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:

@@ -19,6 +19,7 @@ from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
 from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
+from shoal.engines.script import ScriptCrew
 from shoal.trainer.apart import Relay
 from shoal.trainer.channel import STOPPED, StopSignals
 from shoal.trainer.directing import Director, Led, Undirected
@@ -60,7 +61,7 @@ class Supervisor:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Crew | ScriptCrew,
         board: Board,
         elasticity: Elasticity,
         watch: Watcher,
@@ -134,6 +135,11 @@ class Supervisor:
         """End at once: nobody waits for the result. Any thread."""
         self._left = True
 
+    @property
+    def returned(self) -> list[int]:
+        """The seats of those who have returned a value, in order."""
+        return sorted(self._values)
+
     def _watch_until_over(self) -> list[Any]:
         self._start_coordinator()
         self._director.begin(time.monotonic())
@@ -149,7 +155,7 @@ class Supervisor:
         if self._led and not self._left:
             self._say_farewell()
         self._close_coordinator()
-        return [self._values[seat] for seat in sorted(self._values)] or self._director.values()
+        return [self._values[seat] for seat in self.returned] or self._director.values()
 
     def _pause(self) -> float:
         """How long to wait for what comes."""
@@ -549,7 +555,7 @@ class Supervisor:
 class _Acts:
     """What faults have done by the supervisor."""
 
-    def __init__(self, crew: Crew, living: set[int], rescale: Callable[[int], None]) -> None:
+    def __init__(self, crew: Crew | ScriptCrew, living: set[int], rescale: Callable[[int], None]) -> None:
         self._crew = crew
         self._living = living
         self._rescale = rescale

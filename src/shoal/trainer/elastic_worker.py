@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -58,20 +58,24 @@ class Task:
     elasticity: Elasticity
     place: Place | None = None
     """The lab host that it runs on."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     led: Led | None = None
     """In place of a body."""
 
 
-def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> None:
-    """From the first moment of a worker's process to its last.
+def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> bool:
+    """From the first moment of a worker's process to its last, or to the end of the run: then True.
 
     The supervisor's end does not end it: what it has in hand is checkpointed first, which is the session's part.
     """
     leave_sigterm_to_the_supervisor()
     begin_log(task.start.logs, seat)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    _Worker(seat, link, access, board, task).run()
+    if task.device.type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(task.device)
+    return _Worker(seat, link, access, board, task).run()
 
 
 class _Worker:
@@ -86,7 +90,7 @@ class _Worker:
         self._control: Control | None = None
         self._session: Session | None = None
 
-    def run(self) -> None:
+    def run(self) -> bool:
         failed: Failed | None = None
         try:
             if self._task.led is None:
@@ -99,7 +103,7 @@ class _Worker:
             os._exit(EXIT_FAILED)
         except (Left, Finished) as leaving:
             self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
-            return
+            return False
         except BaseException as error:
             failed = describe_here(error, self._session)
             if self._task.start.logs is not None:
@@ -112,10 +116,14 @@ class _Worker:
             self._channel.give(failed)
         self._on_board.done()
         # Peers may still be in their last operation; the supervisor ends this process when all are done.
-        self._channel.await_end()
+        goes_on = self._channel.await_end()
         self._let_go()
         if failed is not None:
             sys.exit(EXIT_FAILED)
+        if goes_on and self._session is not None:
+            self._close_session()
+            self._session.leave_group()
+        return goes_on
 
     def _enter(self) -> Control:
         if self._task.place is not None:
@@ -141,11 +149,12 @@ class _Worker:
             self._channel,
             self._on_board,
             self._seat,
+            device=task.device,
             host=_address(task.place),
             faults=elasticity.faults,
         )
         session = self._session = start.session(
-            SoloGroup(), self._channel, torch.device("cpu"), workers=elasticity.workers, standing=standing
+            SoloGroup(), self._channel, task.device, workers=elasticity.workers, standing=standing
         )
         with deterministic_algorithms(start.deterministic), flushing(self._channel):
             standing.begin(session)

@@ -113,6 +113,7 @@ class Start:
         place: Place,
         seat: int,
         *,
+        device: torch.device,
         host: str,
         faults: Any | None = None,
     ) -> Standing:
@@ -122,7 +123,6 @@ class Start:
 
         def make_group(store: Any, rank: int, size: int) -> Group:
             # no notes: the coordinator, who keeps the store, watches the members itself
-            device = torch.device("cpu")
             return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
 
         return Standing(control, channel, place, seat, make_group, faults)
@@ -177,12 +177,13 @@ def default_workers(engine: Local) -> int:
 
 
 def is_spmd(engine: Local) -> bool:
-    """Whether the script runs once per worker, so that this process is a worker itself."""
-    return (
-        World.detect(os.environ) is not None
-        or engine.start == "script"
-        or (engine.start == "auto" and torch.cuda.is_available())
-    )
+    """Whether the script runs once per worker, so that each makes its model and its data itself."""
+    return is_launched() or engine.start == "script" or (engine.start == "auto" and torch.cuda.is_available())
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of the workers."""
+    return World.detect(os.environ) is not None
 
 
 def import_for_training() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
-from shoal.engines.world import is_main_process
+from shoal.engines.script import is_main_process
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
@@ -70,7 +71,7 @@ from shoal.trainer.rundir import (
 )
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_callbacks
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_spmd
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_launched, is_spmd
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
@@ -396,17 +397,22 @@ class Trainer(Configured):
         import_for_training()
         if isinstance(self.sync, spec.Server):
             return self._train_with_servers(self.sync, recipe, start, watch, signals)
-        forked = not is_spmd(self.engine)
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = state_of(model)
         kept: dict[str, Tensor] = {}
         if recipe.ema is not None:
             kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.is_floating_point()}
-        landing, landed = (Landing(state), Landing(kept)) if forked else (None, None)
+        landing, landed = None, None
+        if not is_launched():
+            landing, landed = Landing(state, self._file("model")), Landing(kept, self._file("average"))
+            if is_spmd(self.engine) and is_main_process():
+                landing.put(state)
 
         def body(session: Session) -> dict[str, Any]:
+            if is_spmd(self.engine) and landing is not None:
+                landing.take(state, landing.fitting(state))  # the weights of the process that the user started
             figures, average = train(session, model, recipe)
             averages = average.state_dict() if average is not None else {}
-            trained = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            trained = state_of(model)
 
             def last() -> None:
                 session.finish_saving()
@@ -437,16 +443,16 @@ class Trainer(Configured):
 
         values = self._until_complete(attempt, start, watch)
         if landing is not None and landed is not None:
-            landing.take(state, values[0]["landed"])
+            landing.take(state_of(model), values[0]["landed"])
             landed.take(kept, kept)
         self.average = kept or None
         return values
 
     def _doubted(self, doubts: Sequence[str]) -> Recipe:
-        """With these, and what is to be said of callbacks. Where the script runs once per worker, they see what is
+        """With these, and what is to be said of callbacks. Where a launcher has started the workers, they see what is
         trained.
         """
-        if is_spmd(self.engine):
+        if is_launched():
             return replace(self.recipe, doubts=tuple(doubts))
         stale = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
         return replace(self.recipe, doubts=(*doubts, *stale))
@@ -546,7 +552,8 @@ class Trainer(Configured):
                 f"shoal: stopped by {signal} at step {result.steps}, checkpointed in {result.run_dir}; go on with{how}"
             )
         stopped = Preempted(text) if reason == PREEMPTED else Interrupted(text)
-        print(stopped.message, file=sys.stderr, flush=True)
+        if is_main_process():
+            print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
     def _ended_at_once(self, where: Sequence[str]) -> Interrupted:
@@ -626,12 +633,42 @@ class Trainer(Configured):
         settings.current().entered += 1
         try:
             loaded = self._take_weights()
-            before = not is_spmd(self.engine)
-            start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
+            forked = not is_spmd(self.engine)
+            start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=forked)
             elasticity = replace(self.elasticity, faults=None)
-            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity)
+            return run(
+                body if forked or is_launched() else self._with_weights(body),
+                start,
+                workers=self.workers,
+                engine=self.engine,
+                watch=Unwatched(),
+                elasticity=elasticity,
+            )
         except ShoalError as error:
             raise error.with_traceback(None) from None
+
+    def _with_weights(self, body: Callable[[Session], Any]) -> Callable[[Session], Any]:
+        """`body` on the weights that the model has in the process that the user started."""
+        landing = Landing(state_of(self.model), self._file("model"))
+        if is_main_process():
+            landing.put(state_of(self.model))
+
+        @wraps(body)
+        def begun(session: Session) -> Any:
+            state = state_of(self.model)
+            landing.take(state, landing.fitting(state))
+            return body(session)
+
+        return begun
+
+    def _file(self, name: str) -> Path | None:
+        """Where workers that are started by script share memory of this name with the process that the user started."""
+        if not is_spmd(self.engine):
+            return None
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.scripted import landing_file
+
+        return landing_file(name)
 
     def _take_weights(self) -> Loaded | None:
         """Once, before fit(): give the model the weights that resume= means. What was read, but for the weights."""
@@ -663,6 +700,11 @@ class Trainer(Configured):
             average = Average(self.model, self.recipe.ema)
             restore("average", average, loaded)
             self.average = average.state_dict()
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and all buffers of a model, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @dataclass
@@ -760,10 +802,15 @@ def _elasticity(
         raise ConfigError(f"max_workers={most} is less than workers={workers}; raise it, or lower workers=")
     if most is not None:
         check_workers(most)
-    if is_spmd(engine) and not least is most is restarts is faults is None:
+    if is_launched() and not least is most is restarts is faults is None:
         raise ConfigError(
             "min_workers, max_workers, restarts and faults are for workers that fit() starts itself; a launcher has "
-            "started this one (or engine= asks for one script per worker): leave them out, and let the launcher restart"
+            "started this one: leave them out, and let the launcher restart"
+        )
+    if is_spmd(engine) and faults is not None:
+        raise ConfigError(
+            "faults are for workers that fit() forks, which share their plan; engine= asks for one script per worker, "
+            "as GPUs do: leave them out, or use engine='local:start=fork'"
         )
     return Elasticity(
         workers=workers,
