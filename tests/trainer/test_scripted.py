@@ -303,7 +303,7 @@ def test_a_signal_to_the_first_process_ends_all_of_them(tmp_path: Path, number: 
         while (line := script.stdout.readline()) != "three steps are done\n":
             assert line, (tmp_path / "errors").read_text()
         processes = processes_of(script)
-        assert len(processes) == 5  # besides, the zygote, the coordinator, and two workers
+        assert len(processes) >= 5  # besides, the zygote, the coordinator, and two workers
         if number == signal.SIGINT:
             os.killpg(script.pid, number)  # as a terminal does
         else:
