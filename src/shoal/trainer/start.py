@@ -19,7 +19,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.events import Notice
 from shoal.core.spec import AnyCodec, Local, NoCodec
 from shoal.elastic.board import Place
-from shoal.engines.script import here
+from shoal.engines.here import here
 from shoal.engines.world import World
 from shoal.trainer.channel import Channel
 from shoal.trainer.saving import Saving
