@@ -5,66 +5,33 @@
           └───────────────── one link for each ──────────┘
 
 The process that the user started trains nothing. It has the same command run anew for each worker; when the script
-comes to the call that its first process is in, that process is a worker (`here`). Such processes live on from run to
-run, each in its seat, until the script ends.
+comes to the call that its first process is in, that process is a worker (`shoal.engines.here`). Such processes live on
+from run to run, each in its seat, until the script ends.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shoal.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorkerError
 from shoal.engines.crew import Crew, Ended, Message
+from shoal.engines.here import VARIABLE
 from shoal.engines.local import LocalEngine
 from shoal.engines.program import script
-from shoal.engines.world import World
 from shoal.engines.zygote import Body
 from shoal.wire.link import Link
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_VARIABLE = "SHOAL_WORKER"
 _FAREWELL_SECONDS = 60.0
 _KILLED_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Here:
-    """This process, if it runs the script for a worker."""
-
-    seat: int
-    link: Link
-    scratch: Path
-
-
-def here() -> Here | None:
-    """The place of this process among those that run the script for its first process; None in any other one."""
-    return _read(os.getpid())
-
-
-def is_main_process() -> bool:
-    """False in the processes of a script that runs once per worker, but for the one that tells and keeps the run."""
-    world = World.detect(os.environ)
-    return here() is None if world is None else world.rank == 0
-
-
-@cache
-def _read(pid: int) -> Here | None:
-    seat, descriptor, parent, scratch = (os.environ.pop(_VARIABLE, "") + ":::").split(":", 3)
-    # a program that such a process has started before it came here has the variable, too
-    if not seat or os.getppid() != int(parent):
-        return None
-    return Here(int(seat), Link(socket.socket(fileno=int(descriptor))), Path(scratch.rstrip(":")))
 
 
 def command() -> list[str]:
@@ -85,7 +52,7 @@ def become(again: Sequence[str], seat: int, link: Link, scratch: Path) -> NoRetu
     """
     os.set_inheritable(link.fileno(), True)
     place = {
-        _VARIABLE: f"{seat}:{link.fileno()}:{os.getppid()}:{scratch}",
+        VARIABLE: f"{seat}:{link.fileno()}:{os.getppid()}:{scratch}",
         "RANK": str(seat + 1),
         "LOCAL_RANK": str(seat),
     }

@@ -16,7 +16,7 @@ from shoal.core import settings, spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
-from shoal.engines.script import is_main_process
+from shoal.engines.here import is_main_process
 from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config

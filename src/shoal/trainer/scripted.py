@@ -28,7 +28,8 @@ from shoal.data.parcel import from_bytes, to_bytes, unseal
 from shoal.elastic.access import Access, control_folder
 from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
-from shoal.engines.script import Here, ScriptCrew, here
+from shoal.engines.here import Here, here
+from shoal.engines.script import ScriptCrew
 from shoal.engines.stacks import Stacks
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.elastic import cleared, plan_of, seats_of

@@ -24,9 +24,9 @@ from shoal.core.ordering import items_in_words
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
+from shoal.engines.here import is_main_process
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
-from shoal.engines.script import is_main_process
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged

@@ -36,8 +36,8 @@ from shoal.core.events import (
 )
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
+from shoal.engines.here import is_main_process
 from shoal.engines.program import in_package, script
-from shoal.engines.script import is_main_process
 from shoal.monitor.display.display import Display
 from shoal.monitor.resuming import in_python, resuming
 from shoal.store.home import NO_STORE, shoal_home, store_url
