@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.account import Departing
 from shoal.comm.buckets import TRIED_STEPS, WATCHED_STEPS, Buckets
 from shoal.comm.group import Group, SoloGroup
 from shoal.comm.knowledge import Knowledge, digest_of, fitting
@@ -66,7 +67,8 @@ def test_buckets_that_know_measure_nothing_and_sum_the_same() -> None:
         new, old = Buckets(watched, params, 1, CAP, knowledge), Buckets(group, params, 1, CAP)
         assert new.settled is not None and len(new.settled.buckets) >= 4 and old.settled is None
         left: list[int] = []
-        new.on_bucket = lambda: left.append(watched.asked.count("sum"))
+        new._departing = Departing()
+        new._departing.passed = lambda: left.append(watched.asked.count("sum"))  # type: ignore[method-assign]
         for seed in range(3):
             watched.asked.clear()
             left.clear()
@@ -88,7 +90,7 @@ def test_a_first_bucket_leaves_in_the_first_backward() -> None:
     knowledge = learnt(SoloGroup(), layers)
     buckets = Buckets(SoloGroup(), list(layers.named_parameters()), 1, CAP, knowledge)
     log: list[str] = []
-    buckets.on_bucket = lambda: log.append("bucket")
+    buckets._departing.passed = lambda: log.append("bucket")  # type: ignore[method-assign]
     layers[0].weight.register_hook(lambda grad: log.append("first layer"))
     step(buckets, layers, 0)
     assert log.index("bucket") < log.index("first layer")

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.keys import derive
+from shoal.core.ordering import order_key
 from shoal.draws.forward import seed_by_forward, seed_of
-from shoal.trainer.step import order_key
 
 GOLDEN = [4246866556266386882, 6099876426492485686, 5579758990388876193]
 

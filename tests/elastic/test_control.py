@@ -33,6 +33,7 @@ from shoal.elastic.messages import (
     encode,
 )
 from shoal.elastic.pace import FIRST_PATIENCE, LEAST_PATIENCE, MOST_PATIENCE, Pace
+from shoal.elastic.store import store_of
 from shoal.wire.curve import Keys, Server
 
 Stages = Callable[..., Any]
@@ -208,7 +209,7 @@ def test_a_worker_that_holds_the_interpreter_goes_on(stage: Stages) -> None:
     group = Revoked()
     control.watch(term.number, group)
     ctypes.PyDLL(None).usleep(900_000)  # unlike CDLL, this keeps the lock
-    store = control.store(term.number)
+    store = store_of(control, term.number)
     store.set("still", b"here")
     assert store.get("still") == b"here"
     assert not group.calls
@@ -283,7 +284,7 @@ def test_without_supervisor_waiting_has_an_end(stage: Stages, monkeypatch: pytes
 def test_closing_is_quick_and_leaves_nothing(stage: Stages) -> None:
     run = stage(1)
     (control,) = run.entered(0)
-    control.store(1)
+    store_of(control, 1)
     descriptors = len(os.listdir("/proc/self/fd"))
     began = time.monotonic()
     control.close()

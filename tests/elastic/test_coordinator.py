@@ -42,6 +42,7 @@ from shoal.elastic.messages import (
 )
 from shoal.elastic.post import WINDOW, Post, Window
 from shoal.elastic.shelf import MOST_KEYS, MOST_TOTAL, Shelf
+from shoal.elastic.store import store_of
 from shoal.wire.curve import Client, Keys
 from shoal.wire.link import Link
 
@@ -84,7 +85,7 @@ def test_a_coordinator_that_dies_during_a_meeting(stage: Stages) -> None:
     run = stage(2)
     first, _ = controls = run.entered(0, 1)
     (term, _) = run.all_terms(controls)
-    store = first.store(term.number)
+    store = store_of(first, term.number)
     store.set("place/0", b"here")
     troubles: list[str] = []
 
@@ -110,12 +111,12 @@ def test_keys_outlive_the_coordinator(stage: Stages) -> None:
     run = stage(2)
     first, second = controls = run.entered(0, 1)
     term = run.formed(controls)
-    store = first.store(term.number)
+    store = store_of(first, term.number)
     store.set("late", b"word")
     assert store.add("count", 2) == 2
     run.kill()
     run.start(present=[0, 1])
-    other = second.store(term.number)
+    other = store_of(second, term.number)
     assert other.get("late") == b"word"
     assert other.add("count", 0) in (0, 2)
     until(lambda: other.add("count", 0) == 2)
@@ -179,9 +180,9 @@ def test_without_engine_it_stays_for_its_workers(stage: Stages) -> None:
     first, second = controls = run.entered(0, 1)
     term = run.formed(controls)
     run.hang_up()
-    store = first.store(term.number)
+    store = store_of(first, term.number)
     store.set("key", b"value")
-    assert second.store(term.number).get("key") == b"value", "it still serves"
+    assert store_of(second, term.number).get("key") == b"value", "it still serves"
     first.done()
     second.done()
     assert run.ended() == 0
@@ -385,7 +386,7 @@ def test_a_gathering_outlives_the_coordinator(stage: Stages) -> None:
     run = stage(2)
     controls = run.entered(0, 1)
     term = run.formed(controls)
-    stores = [control.store(term.number) for control in controls]
+    stores = [store_of(control, term.number) for control in controls]
 
     def gathered(rank: int, said: dict[int, list[bytes]]) -> threading.Thread:
         thread = threading.Thread(
@@ -411,7 +412,7 @@ def test_an_answer_is_larger_than_a_letter_may_be(stage: Stages) -> None:
     term = run.formed(controls)
     word, members = b"x" * MOST_VALUE, 20
     assert len(word) * members > MOST_BYTES
-    store = controls[0].store(term.number)
+    store = store_of(controls[0], term.number)
     hand = Hand(run.access)
     try:
         for at in range(1, members):

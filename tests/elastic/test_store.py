@@ -15,7 +15,7 @@ import torch.distributed as distributed
 from shoal.comm.choose import make_group
 from shoal.elastic.control import Control
 from shoal.elastic.messages import MOST_VALUE, Ended, Term
-from shoal.elastic.store import TermStore
+from shoal.elastic.store import TermStore, store_of
 
 SECONDS = timedelta(seconds=10)
 
@@ -33,7 +33,8 @@ def test_gloo_meets_through_it(stage: Callable[..., Any]) -> None:
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = SECONDS
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        store = distributed.PrefixStore("gloo", control.store(term.number))
+        kept = store_of(control, term.number)  # torch keeps too little of it
+        store = distributed.PrefixStore("gloo", kept)
         group = distributed.ProcessGroupGloo(store, rank, 3, options)
         took = time.monotonic() - began
         numbers = torch.tensor([float(rank + 1)])
@@ -52,7 +53,7 @@ def test_groups_meet_through_it(stage: Callable[..., Any], size: int) -> None:
     def meet(control: Control, term: Term) -> list[float]:
         rank = rank_of(control, term)
         began = time.monotonic()
-        store = control.store(term.number)
+        store = store_of(control, term.number)
         before = control._writing.question()
         group = make_group(store, rank, size, torch.device("cpu"), timeout=SECONDS, run="a-run")
         took = time.monotonic() - began
@@ -80,7 +81,7 @@ def alone(stage: Callable[..., Any]) -> Any:
     run = stage(2)
     run.members = run.entered(0, 1)
     run.term = run.formed(run.members).number
-    run.stores = [control.store(run.term) for control in run.members]
+    run.stores = [store_of(control, run.term) for control in run.members]
     return run
 
 
@@ -186,7 +187,7 @@ def test_the_coordinator_knows_first(alone: Any) -> None:
     telling.set("k", b"")  # nobody waits for the answer
     with pytest.raises(RuntimeError, match="over"):
         telling.check(["k"])
-    sound = alone.members[0].store(alone.term)
+    sound = store_of(alone.members[0], alone.term)
     sound.set("k", b"value")
     assert sound.get("k") == b"value"
 

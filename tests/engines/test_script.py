@@ -1,106 +1,146 @@
 from __future__ import annotations
 
-import socket
-import subprocess
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.core.errors import ConfigError
-from shoal.engines import script
+from shoal.core.errors import ConfigError, WorkerError
+from shoal.engines.crew import Ended, Message
+from shoal.engines.here import _read, here
+from shoal.engines.script import ScriptCrew
+from shoal.wire.link import Link
+
+pytestmark = pytest.mark.timeout(60)
+FORKED = 100
+PROGRAM = """
+import os, sys
+from shoal.engines.here import here
+place = here()
+assert place is not None and here() is place and "SHOAL_WORKER" not in os.environ
+numbers = [os.environ["RANK"], os.environ["LOCAL_RANK"]]
+place.link.send(" ".join([str(place.seat), *numbers, *sys.argv[1:]]).encode())
+while (word := place.link.recv()[0]) != b"end":
+    if word != b"over":
+        place.link.send(b"heard " + word)
+sys.exit(int(sys.argv[1]))
+"""
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A program that tells its place and waits for a word; this process takes itself for worker 0 of it."""
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "program.py"
-    path.write_text(
-        "import os, sys\n"
-        "place = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')]\n"
-        "open(sys.argv[1] + place[0], 'w').write(' '.join([*place, *sys.argv[2:]]))\n"
-        "sys.exit(int(sys.argv[2]) if place[0] == '1' else 0)\n"
-    )
+    path.write_text(PROGRAM)
     monkeypatch.setattr(sys, "argv", [str(path)])
-    monkeypatch.setattr(script, "_others", [])
-    monkeypatch.setattr(script, "_world", None)
-    monkeypatch.setattr(script, "_listener", None)
-    monkeypatch.setattr(script.atexit, "register", lambda fn: None)
-    yield path
-    listener = script.take_listener()
-    if listener is not None:
-        socket.socket(fileno=listener).close()
-    for process in script._others:
-        process.wait(20)
+    monkeypatch.setattr(sys, "orig_argv", ["python", str(path), "7", "--flag"])
+    return path
 
 
-def start(program: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> list[subprocess.Popen[bytes]]:
-    out = str(program.parent / "out-")
-    monkeypatch.setattr(sys, "orig_argv", ["python", str(program), out, str(code), "--flag"])
-    world = script.run_script_on(3)
-    assert (world.rank, world.size, world.local_rank, world.address) == (0, 3, 0, "127.0.0.1")
-    return script._others
+@pytest.fixture
+def crew(program: Path) -> Iterator[ScriptCrew]:
+    def forked(seat: int, link: Link, scratch: Path) -> None:
+        link.send(b"forked")
+        link.recv()
+
+    made = ScriptCrew(FORKED, forked)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
-def test_others_run_the_same_command_each_in_its_place(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for process in start(program, monkeypatch):
-        assert process.wait(20) == 0
-    for rank in (1, 2):
-        assert (program.parent / f"out-{rank}").read_text() == f"{rank} {rank} 3 127.0.0.1 0 --flag"
+def take(crew: ScriptCrew) -> Message | Ended:
+    found = crew.next(30.0)
+    assert found is not None
+    return found
 
 
-def test_the_meeting_place_is_held_until_it_is_taken(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(program, monkeypatch)
-    port = script.run_script_on(3).port
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    descriptor = script.take_listener()
-    assert descriptor is not None and script.take_listener() is None
-    with socket.socket(fileno=descriptor) as listener:
-        assert listener.getsockname() == ("127.0.0.1", port)
+def said(crew: ScriptCrew) -> bytes:
+    found = take(crew)
+    assert isinstance(found, Message)
+    return found.header
 
 
-def test_a_second_start_is_the_same_world(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(program, monkeypatch)
-    assert script.run_script_on(3) is script.run_script_on(3)
-    assert len(script._others) == 2
-    with pytest.raises(ConfigError, match=r"workers=2, but this script already runs on 3"):
-        script.run_script_on(2)
+def test_each_runs_the_same_command_in_its_place(crew: ScriptCrew) -> None:
+    crew.begin(b"go", lambda seat, pid: True)
+    for seat in (0, 2):
+        crew.add(seat)
+        assert [said(crew), said(crew)] == [f"{seat} {seat + 1} {seat} 7 --flag".encode(), b"heard go"]
+    crew.add(FORKED)
+    assert said(crew) == b"forked"
+    while len(crew.pids()) < 3:  # the zygote says it, and may be slower than the process itself
+        assert crew.next(0.05) is None
+    assert sorted(crew.pids()) == [0, 2, FORKED]
 
 
-def test_who_ended_and_how(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for process in start(program, monkeypatch, code=7):
-        process.wait(20)
-    assert script.ended() == ["worker 1 left with exit code 7"]
-    assert script.ended(well=True) == ["worker 1 left with exit code 7", "worker 2 left with exit code 0"]
+def test_those_who_have_returned_take_part_in_the_next_run(crew: ScriptCrew) -> None:
+    crew.begin(b"first", lambda seat, pid: True)
+    for seat in (0, 1):
+        crew.add(seat)
+        assert [said(crew), said(crew)][1] == b"heard first"
+    before = crew.pids()
+    crew.finish([0], b"over")
+    assert crew.pids() == {}  # none has a part in a run
+    crew.begin(b"second", lambda seat, pid: True)
+    crew.add(0)
+    assert said(crew) == b"heard second"
+    assert crew.pids() == {0: before[0]}
+    crew.add(1)  # that one was ended
+    assert [said(crew), said(crew)][1] == b"heard second"
+    assert crew.pids()[1] != before[1]
 
 
-def test_nobody_else_has_ended_where_there_is_nobody_else() -> None:
-    assert script.ended(patience=5.0) == []
+def test_one_that_ends_before_it_comes_is_an_error_and_one_that_is_killed_is_not(crew: ScriptCrew) -> None:
+    crew.begin(b"end", lambda seat, pid: False)
+    crew.add(0)
+    assert isinstance(take(crew), Message)
+    with pytest.raises(WorkerError, match=r"worker 0 left with exit code 7 before it came to this call"):
+        take(crew)
+    crew.begin(b"go", lambda seat, pid: False)
+    crew.add(0)
+    assert [said(crew), said(crew)][1] == b"heard go"
+    crew.kill(0)
+    end = take(crew)
+    assert isinstance(end, Ended) and end.signal == signal.SIGKILL
 
 
-def test_at_the_end_those_who_failed_are_named(
-    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(program, monkeypatch, code=7)
-    script._wait_for_others()
-    assert all(process.returncode is not None for process in script._others)
-    assert capsys.readouterr().err == "shoal: worker 1 left with exit code 7\n"
-
-
-def test_at_the_end_a_stop_that_was_asked_for_is_no_failure(
-    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(program, monkeypatch, code=75)
-    script._wait_for_others()
-    assert capsys.readouterr().err == ""
+def test_at_the_end_those_who_failed_are_named(crew: ScriptCrew, capsys: pytest.CaptureFixture[str]) -> None:
+    crew.begin(b"go", lambda seat, pid: True)
+    crew.add(0)
+    assert [said(crew), said(crew)][1] == b"heard go"
+    crew.finish([0], b"over")
+    crew.farewell(b"end")
+    assert capsys.readouterr().err == "shoal: worker 0 left with exit code 7\n"
+    assert not crew.scratch.exists()
 
 
 def test_who_goes_on_for_too_long_is_ended(
-    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    crew: ScriptCrew, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "_FAREWELL_SECONDS", 0.2)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "import time; time.sleep(1000)"])
-    script.run_script_on(2)
-    script._wait_for_others()
-    assert "worker 1 goes on 0.2 s after worker 0; ending it" in capsys.readouterr().err
+    monkeypatch.setattr("shoal.engines.script._FAREWELL_SECONDS", 0.2)
+    crew.begin(b"go", lambda seat, pid: True)
+    crew.add(0)
+    assert [said(crew), said(crew)][1] == b"heard go"
+    (pid,) = crew.pids().values()
+    crew.finish([0], b"over")
+    begun = time.monotonic()
+    crew.farewell(b"another word")
+    assert time.monotonic() - begun < 5.0 and not Path(f"/proc/{pid}").exists()
+    assert "worker 0 goes on 0.2 s after the process that started it; ending it" in capsys.readouterr().err
+
+
+def test_a_program_that_a_worker_has_started_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here() is None
+    monkeypatch.setenv("SHOAL_WORKER", f"0:3:{os.getpid()}:/tmp")  # its parent is another one
+    _read.cache_clear()
+    assert here() is None and "SHOAL_WORKER" not in os.environ
+
+
+def test_without_a_script_there_is_none_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    with pytest.raises(ConfigError, match="not started from a file"):
+        ScriptCrew(FORKED, lambda seat, link, scratch: None)

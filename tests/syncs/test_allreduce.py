@@ -11,7 +11,8 @@ from shoal.comm.group import Group, SoloGroup
 from shoal.core.errors import ConfigError
 from shoal.core.slices import evenly
 from shoal.syncs import allreduce
-from shoal.syncs.allreduce import AloneExchange, BucketExchange, Exchange, TreeExchange, make_exchange
+from shoal.syncs.allreduce import AloneExchange, BucketExchange, Exchange, TreeExchange
+from shoal.syncs.exchanges import make_exchange
 from shoal.testing.ranks import run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -172,7 +173,7 @@ def test_what_was_settled_is_handed_on_to_the_next_exchange() -> None:
         assert second.settled() == first.settled() and second.knowledge() == knowledge
         assert make_exchange(group, params[1:], by_atom=False, knowledge=knowledge).settled() is None
         left: list[int] = []
-        second.on_bucket = lambda: left.append(1)
+        group.account.departing.passed = lambda: left.append(1)  # type: ignore[method-assign]
         one_step(second, group, layers, 0, 4)
         assert left
         return [knowledge, make_exchange(group, params, by_atom=True, knowledge=knowledge).knowledge()]
@@ -183,8 +184,9 @@ def test_what_was_settled_is_handed_on_to_the_next_exchange() -> None:
 
 def test_the_tree_says_when_something_leaves() -> None:
     layers, left = net(), list[int]()
-    for exchange in (make_exchange(SoloGroup(), list(layers.named_parameters()), by_atom=by) for by in (True, False)):
-        assert exchange.on_bucket is None
-        exchange.on_bucket = lambda: left.append(1)
-        one_step(exchange, SoloGroup(), layers, 0, 3)
+    for by_atom in (True, False):
+        group = SoloGroup()
+        group.account.departing.passed = lambda: left.append(1)  # type: ignore[method-assign]
+        exchange = make_exchange(group, list(layers.named_parameters()), by_atom=by_atom)
+        one_step(exchange, group, layers, 0, 3)
         assert len(left) == 4, "one for each dtype and one for the vectors; alone, nothing leaves"

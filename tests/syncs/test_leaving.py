@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -132,11 +132,12 @@ class Member:
         self.group = group
         self.exchange = EncodedExchange(group, self.encoding, seed=5, judged=False)
         self.calls: list[str] = []
-        self.exchange.on_bucket = lambda: self.calls.append("part" if self.backwards else "end")
+        self.passed: Callable[[], None] = lambda: self.calls.append("part" if self.backwards else "end")
         self.backwards = False
         self.given = [torch.zeros_like(param) for param in self.net.parameters()]
 
     def step(self, step: int, *, arm: bool = True, weighted: bool = False, unused: int | None = None) -> list[Tensor]:
+        self.group.account.departing.passed = self.passed  # type: ignore[method-assign]
         self.exchange.open(1, len(self.given), 1)
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + self.group.rank))
         for number, layer in enumerate(self.net):
@@ -221,7 +222,7 @@ def test_encoding_during_backward_is_part_of_what_a_codec_costs() -> None:
                 left += 1
                 time.sleep(pause)  # stands for encoding
 
-        one.exchange.on_bucket = encode_for_long
+        one.passed = encode_for_long
         one.exchange._worth.end = lambda encoding, waiting: costs.append(encoding)  # type: ignore[method-assign]
         for step in range(5):
             one.step(step)
@@ -289,7 +290,7 @@ def test_a_step_that_broke_in_the_middle_is_done_again_as_if_it_had_not_begun() 
             if len(one.calls) == before + 2:
                 raise GroupError("on purpose")
 
-        one.exchange.on_bucket = break_later
+        one.passed = break_later
         with pytest.raises(GroupError):
             one.step(4)
         for each in (calm, one):

@@ -28,10 +28,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import shoal
 from shoal.core.atoms import Course
 from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
+from shoal.core.ordering import order_key, positions_in_words
 from shoal.core.permutation import Permutation
 from shoal.testing import FaultPlan
 from shoal.trainer.start import import_for_training
-from shoal.trainer.step import _strange_rows, order_key, positions_in_words
+from shoal.trainer.step import _strange_rows
 
 SAMPLES, BATCH = 40, 8
 SECONDS = 3.0

@@ -33,7 +33,7 @@ from shoal.testing.clerk_world import SimWorker, World
 from shoal.trainer.channel import PREEMPTED, STOPPED
 from shoal.trainer.clerk import LONG_SECONDS, Clerk, Facts
 from shoal.trainer.elasticity import EverythingLost
-from shoal.trainer.fit import Recipe
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.saving import Saving
 from shoal.trainer.served_saving import resumed
 

@@ -18,7 +18,7 @@ import pytest
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent, EvalDone, Notice, Regrouped, Scale, StepDone, Stop
-from shoal.data.parcel import seal
+from shoal.data.parcel import seal, unseal
 from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Place
 from shoal.engines.local import LocalEngine
@@ -136,7 +136,8 @@ def supervised(
 
     watching = watch or Watching()
     with closing(Stacks()) as stacks, Tail(None, 0, watching.output) as tail, LocalEngine().open(main) as crew:
-        return Supervisor(crew, board, Elasticity(2, 1, 4, 0, faults), watching, signals, tail, stacks).watch()
+        values = Supervisor(crew, board, Elasticity(2, 1, 4, 0, faults), watching, signals, tail, stacks).watch()
+        return [unseal(bytes(parcel), buffers) for parcel, *buffers in values]
 
 
 def started(*seats: int) -> Callable[[Engine], Any]:
@@ -276,7 +277,7 @@ def test_an_exception_of_users_ends_the_run_with_its_traceback(tmp_path: Path) -
             try:
                 raise LookupError("no such sample")
             except LookupError as error:
-                self.channel.give(describe(error, None))
+                self.channel.give(describe(error))
         self.channel.speak(True)
         self.channel.confirm(1)
         self.channel.emit(done(1))

@@ -36,9 +36,9 @@ from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elastic_worker import Task, be_worker
 from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession, Leases
 from shoal.trainer.messages import Departed, Failed, Happened
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.served_worker import ServedTask, serve_leases
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start

@@ -24,13 +24,13 @@ import shoal
 from shoal.core.atoms import Course
 from shoal.core.errors import NotFiniteError, WorkerError
 from shoal.core.events import AnyEvent
+from shoal.core.ordering import order_key
 from shoal.core.permutation import Permutation
 from shoal.syncs.server.lines import Lines
 from shoal.syncs.server.messages import Lease, Push
 from shoal.testing import FaultPlan
 from shoal.testing.servers import audit_servers
 from shoal.trainer.clerk import CALM_STEPS
-from shoal.trainer.step import order_key
 
 SAMPLES, BATCH, EPOCHS = 320, 32, 2
 STEPS = SAMPLES // BATCH * EPOCHS

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.core.events import AnyEvent, RunEnded, StepDone
+from shoal.core.ordering import order_key
 from shoal.core.permutation import Permutation
 from shoal.trainer.channel import INTERRUPTED, StopSignals
 from shoal.trainer.proof.rehearse import playing
-from shoal.trainer.step import order_key
 
 SCRIPT = textwrap.dedent(
     """

@@ -215,7 +215,7 @@ def _home() -> Path:
 
 
 def _is_main_process() -> bool:
-    from shoal.trainer.start import is_main_process
+    from shoal.engines.here import is_main_process
 
     return is_main_process()
 

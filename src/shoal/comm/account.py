@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from shoal.core.traffic import Flow, Traffic
+
+
+class Strikes(Protocol):
+    """A plan of faults, as far as groups know of it."""
+
+    def at(self, point: str, *, worker: int, step: int) -> None:
+        """A worker is at this point of this step."""
+
+
+class Departing:
+    """Passed on the member's thread whenever a part of its gradients is about to leave: a plan may strike there."""
+
+    def __init__(self) -> None:
+        self.strikes: Strikes | None = None
+        self.worker = 0
+        self.step = 0
+
+    def passed(self) -> None:
+        if self.strikes is not None:
+            self.strikes.at("bucket", worker=self.worker, step=self.step)
 
 
 class Account:
@@ -13,6 +34,7 @@ class Account:
     def __init__(self) -> None:
         self.codec = "none"
         """By which codec what is sent from now on is encoded; whoever sets it puts "none" back."""
+        self.departing = Departing()
         self._flows: dict[tuple[str, str, str], list[int]] = {}
         self._operations = 0
         self._exchange = 0.0

@@ -12,7 +12,7 @@ size of the buckets, and all members lay them anew. If it is not clear that this
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -113,8 +113,7 @@ class Buckets:
         self._memory: dict[_Kind, Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._stale = True
-        self.on_bucket: Callable[[], None] | None = None
-        """Called on the group's thread just before a bucket leaves."""
+        self._departing = group.account.departing
         self._about = digest_of(params, self._given_cap)
         known = fitting(knowledge, self._about, len(self._params))
         if known is not None:
@@ -269,8 +268,7 @@ class Buckets:
             self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:
-        if self.on_bucket is not None:
-            self.on_bucket()
+        self._departing.passed()
         views, grads = [], []
         for number, view in zip(bucket.numbers, bucket.views, strict=True):
             param = self._params[number]

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.core.errors import GroupError
+from shoal.core.errors import SAME_ORDER, GroupError
 
 HEAD = 127
 """Bytes that tell of a string; no round number, so that people can be told what a swap of such rows is."""
 _FIXED = struct.Struct("<QQ")
 _MARK = 0x5348_4F41_4C2D_7773
 """What a head begins with; another operation's bytes do not."""
-SAME_ORDER = "all workers must call the same operations in the same order"
 
 
 def gather_bytes_by_rows(group: Group, data: bytes, kind: str, purpose: str) -> list[bytes]:

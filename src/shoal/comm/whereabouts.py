@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from shoal.comm.strings import SAME_ORDER
+from shoal.core.errors import SAME_ORDER
 
 _POLL_SECONDS = 0.01
 

@@ -25,6 +25,8 @@ A message says what was received, what must hold, and what to set.
 
 from __future__ import annotations
 
+SAME_ORDER = "all workers must call the same operations in the same order"
+"""In every `GroupError` of workers that called different ones: doing it again would not help."""
 EXIT_PREEMPTED = 75
 """Exit code of a process whose run was checkpointed and stopped by SIGTERM (EX_TEMPFAIL: try again)."""
 EXIT_INTERRUPTED = 130

@@ -47,6 +47,11 @@ class Access:
         os.replace(fresh, self.folder / _FILE)
 
 
+def control_folder(run_dir: Path | None, scratch: Path) -> Path:
+    """Where a run's keys, its coordinator's journal and its endpoint are."""
+    return (scratch if run_dir is None else run_dir) / "control"
+
+
 def port_of(endpoint: str) -> int:
     """The port of a well-formed endpoint."""
     return int(endpoint.rpartition(":")[2])

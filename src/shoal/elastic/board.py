@@ -1,7 +1,8 @@
 """The board: a little shared memory on which every worker of this machine writes where it is.
 
-It is read by others after a worker's death, and while one is silent. Made before the fork; the kernel frees it with the
-last process. Each number is written by one thread of one process; a reader may see some of them before others.
+It is read by others after a worker's death, and while one is silent. Made before the fork, and then the kernel frees it
+with the last process; or in a file that others open. Each number is
+written by one thread of one process; a reader may see some of them before others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import mmap
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.engines.activity import NOTHING, Activity, Doing
 from shoal.engines.activity import WORDS as _ACTIVITY_WORDS
@@ -65,9 +67,17 @@ class Sight:
 class Board:
     """Places for so many seats. That of a seat is also that of the seat so many later."""
 
-    def __init__(self, seats: int) -> None:
+    def __init__(self, seats: int, path: Path | None = None) -> None:
+        """With `path`, in that file: made by the first who opens it, and emptied by nobody."""
         self.seats = seats
-        self._memory = mmap.mmap(-1, max(1, seats) * _WORDS * 8)
+        size = max(1, seats) * _WORDS * 8
+        if path is None:
+            self._memory = mmap.mmap(-1, size)
+        else:
+            with open(path, "ab") as file:
+                file.truncate(size)
+            with open(path, "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._memory).cast("q")
 
     def place(self, seat: int) -> Place:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.elastic.access import Access
@@ -26,6 +25,7 @@ from shoal.elastic.messages import (
     Formed,
     Hello,
     Hold,
+    Lasting,
     Leave,
     Ready,
     Refused,
@@ -37,9 +37,6 @@ from shoal.elastic.messages import (
 )
 from shoal.elastic.questions import Questions
 from shoal.elastic.writing import Writing
-
-if TYPE_CHECKING:
-    from shoal.elastic.store import TermStore
 
 ENTER_SECONDS = 10.0
 _ORPHAN_SECONDS = 10.0
@@ -93,8 +90,6 @@ class Control:
         """The newest term that must be left at once."""
         self._soft = 0
         self._questions: Questions | None = None
-        self._store: TermStore | None = None
-        """Kept, because what torch keeps of it is not enough: without its Python part it has no methods."""
         self._dispatch = Dispatch(access, self._writing, place, lifeline, self._hear, self._wake)
         self._dispatch.start()
 
@@ -188,18 +183,19 @@ class Control:
         """The run is complete, and all members know it."""
         self._dispatch.claim(Done())
 
-    def store(self, term: int) -> TermStore:
-        """The store of this term, for this thread. The one before must not be used any longer."""
-        from shoal.elastic.store import TermStore
-
+    def questions(self) -> Questions:
+        """To the store of a new term, for this thread. That of the term before must not be used any longer."""
         endpoint = self._access.endpoint() or self._dispatch.endpoint
         if self._questions is None:
             self._questions = Questions(endpoint, self._access.keys, self._writing)
         else:
             self._questions.reconnect_if_moved(endpoint)
         self._dispatch.forget_keys()
-        self._store = TermStore(self._questions, term, self.why_over, self._dispatch.remember_key)
-        return self._store
+        return self._questions
+
+    def remember_key(self, key: Lasting) -> None:
+        """What a coordinator that starts anew is told again."""
+        self._dispatch.remember_key(key)
 
     def why_over(self, term: int) -> str | None:
         """Why this term is over, for people; None while it may go on. Any thread."""

@@ -9,8 +9,17 @@ from typing import Any, cast
 import msgspec
 from torch._C._distributed_c10d import Store
 
+from shoal.elastic.control import Control
 from shoal.elastic.messages import MOST_VALUE, Add, Gather, Gathered, Get, Held, Lasting, Put, Question
 from shoal.elastic.questions import Questions
+
+
+def store_of(control: Control, term: int) -> TermStore:
+    """The store of this term, for this thread. The one before must not be used any longer.
+
+    Whoever uses it keeps it: what torch keeps of it is not enough, without its Python part it has no methods.
+    """
+    return TermStore(control.questions(), term, control.why_over, control.remember_key)
 
 
 class TermStore(Store):

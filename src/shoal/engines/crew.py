@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.engines.lifeline import die_with_parent
+from shoal.engines.openfiles import let_go_of_files
 from shoal.engines.scratch import make_scratch
 from shoal.engines.zygote import Ask, Body, Report, Tell, ask, fork, run_zygote
 from shoal.wire.link import FrameError, Link, LinkClosed, milliseconds
@@ -184,7 +185,7 @@ class Crew:
 
     # starting
 
-    def _fork_zygote(self, body: Body, warm: Callable[[], None] | None, grace: float) -> None:
+    def _fork_zygote(self, body: Body, warm: Callable[[], None] | None, grace: float, lasting: bool) -> None:
         supervisor = os.getpid()
         # See die_with_parent: tied to a thread that may end before its crew, the zygote relies on its control socket.
         # It does so as well if it is to outlive the supervisor for a while.
@@ -194,6 +195,8 @@ class Crew:
             if tie:
                 die_with_parent(supervisor)
             _drop_supervisor_ends()
+            if lasting:
+                let_go_of_files(theirs.fileno())
             run_zygote(theirs, body, self.scratch, warm, grace)
 
         with _forking:

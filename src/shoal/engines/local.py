@@ -40,15 +40,21 @@ class LocalEngine:
             raise ConfigError(f"workers={workers!r}: must be an integer of at least 1")
         return _started(workers, body, warm, grace)
 
-    def open(self, body: Body, *, warm: Callable[[], None] | None = None, grace: float = 0.0) -> Crew:
-        """Like `start`, for a crew without workers yet: `Crew.add` starts them one by one."""
-        return _started(0, body, warm, grace)
+    def open(
+        self, body: Body, *, warm: Callable[[], None] | None = None, grace: float = 0.0, lasting: bool = False
+    ) -> Crew:
+        """Like `start`, for a crew without workers yet: `Crew.add` starts them one by one.
+
+        `lasting`: it may outlive the call that makes it, so it keeps nothing open that is open now; what its processes
+        need, they open themselves.
+        """
+        return _started(0, body, warm, grace, lasting)
 
 
-def _started(workers: int, body: Body, warm: Callable[[], None] | None, grace: float) -> Crew:
+def _started(workers: int, body: Body, warm: Callable[[], None] | None, grace: float, lasting: bool = False) -> Crew:
     crew = Crew(workers)
     try:
-        crew._fork_zygote(body, warm, grace)
+        crew._fork_zygote(body, warm, grace, lasting)
         crew._fill_seats()
     except BaseException:
         crew.close()

@@ -99,3 +99,15 @@ def _is_still(file: OpenFile) -> bool:
     except OSError:
         return False
     return (status.st_dev, status.st_ino) == file.identity
+
+
+def let_go_of_files(*kept: int) -> None:
+    """In a process just forked: have nothing open but these and the standard streams.
+
+    The numbers stay taken, by nothing: an object of the parent that closes its own must not close another one's.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    with suppress(OSError):  # no /proc
+        for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+            if number > 2 and number not in (nothing, *kept):
+                os.dup2(nothing, number, inheritable=False)

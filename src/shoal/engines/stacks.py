@@ -22,20 +22,32 @@ _FIRST_SECONDS = 0.5
 """For the first line to come. From a process that can take signals it does within a millisecond."""
 _NEXT_SECONDS = 0.05
 _MOST_BYTES = 1 << 16
+_AT_ONCE = os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Stacks:
-    """Made by who asks, before it forks those that may be asked. `answer` is for these; their children answer, too."""
+    """Made by who asks, before it forks those that may be asked. `answer` is for these; their children answer, too.
 
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+    With `path`, a pipe of that name: those that are not forked answer there (`answer_at`).
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._read, self._write = os.pipe()
+        else:
+            os.mkfifo(path, 0o600)
+            self._read, self._write = (os.open(path, end | _AT_ONCE) for end in (os.O_RDONLY, os.O_WRONLY))
         for end in (self._read, self._write):
             os.set_blocking(end, False)  # what does not fit is lost: the handler of a signal must not wait
 
     def answer(self) -> None:
         """In a process that may be asked: from now on, it answers."""
-        if SIGNAL != signal.SIGUSR2:
-            faulthandler.register(SIGNAL, file=self._write, all_threads=False)
+        _answer(self._write)
+
+    @staticmethod
+    def answer_at(path: Path) -> None:
+        """The same, in a process that was not forked from the one that asks."""
+        _answer(os.open(path, os.O_WRONLY | _AT_ONCE))
 
     def ask(self, pid: int) -> str:
         """The stack of the main thread of a process, innermost last; "" if it cannot be had. Waits half a second."""
@@ -59,6 +71,11 @@ class Stacks:
             data += os.read(self._read, _MOST_BYTES)
             seconds = _NEXT_SECONDS  # it comes in many small pieces
         return data.decode(errors="replace")
+
+
+def _answer(descriptor: int) -> None:
+    if SIGNAL != signal.SIGUSR2:
+        faulthandler.register(SIGNAL, file=descriptor, all_threads=False)
 
 
 def _answers(pid: int) -> bool:

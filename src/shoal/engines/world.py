@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import ConfigError
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _PORTS = range(1, 65536)
 _DERIVED_PORTS = range(20000, 40000)
 _NUMBER = re.compile(r"\s*(\d{1,18})\s*", re.ASCII)
@@ -64,7 +64,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
             f"RANK={rank} and WORLD_SIZE={size} are set but MASTER_PORT is not: start the script with torchrun, or set "
             "MASTER_PORT to a port that is free on MASTER_ADDR; to train without a launcher, unset RANK and WORLD_SIZE"
         )
-    address = env.get("MASTER_ADDR", _LOOPBACK).strip()
+    address = env.get("MASTER_ADDR", LOOPBACK).strip()
     return World(rank, size, _number(env, "LOCAL_RANK", 0), address, _port(env), "torchrun")
 
 
@@ -103,7 +103,7 @@ def _slurm_address(env: Mapping[str, str]) -> str:
                     f"{name}={env[name]!r}: must be a list of hosts like n[003-010,12],m1; "
                     "set MASTER_ADDR to the host of rank 0 instead"
                 ) from None
-    return _LOOPBACK
+    return LOOPBACK
 
 
 def _derived_port(env: Mapping[str, str]) -> int:

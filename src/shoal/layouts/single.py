@@ -35,6 +35,11 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     return any(isinstance(part, _BatchNorm) and part.training for part in module.modules())
 
 
+def least_samples(model: nn.Module) -> int:
+    """That must be computed together: one sample alone has no variance, and BatchNorm fails."""
+    return 2 if uses_batch_statistics(model) else 1
+
+
 class Change(NamedTuple):
     """What forwards made of a buffer, for all to know.
 

@@ -6,7 +6,7 @@ and, for deterministic runs, a tree over the step's atoms whose shape does not d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -17,11 +17,9 @@ from shoal.comm.buckets import Buckets, refuse_sparse
 from shoal.comm.group import Group
 from shoal.comm.plan import Settled
 from shoal.core.atoms import Node, tree_nodes, tree_sum
-from shoal.core.errors import ConfigError
 from shoal.core.slices import evenly
 from shoal.core.traffic import GRADIENT
 from shoal.syncs.doubles import Riding, places
-from shoal.syncs.encoding import Encoding
 
 Params = Sequence[tuple[str, nn.Parameter]]
 
@@ -47,8 +45,6 @@ class Exchange(Protocol):
 
     by_atom: bool
     """Whether `atom_done` must be called, and every forward covers one atom at most."""
-    on_bucket: Callable[[], None] | None
-    """Called on this thread, if it is set, just before a part of the gradients leaves."""
 
     @property
     def weighs(self) -> bool:
@@ -93,37 +89,6 @@ class Exchange(Protocol):
         """Let go of everything. `with_group`: the group is closed next."""
 
 
-def make_exchange(
-    group: Group,
-    params: Params,
-    *,
-    by_atom: bool,
-    knowledge: bytes | None = None,
-    encoding: Encoding | None = None,
-    seed: int = 0,
-) -> Exchange:
-    """`knowledge`, the same bytes on all workers, is what an earlier exchange of the same parameters had settled.
-
-    What does not fit the parameters is measured anew. With `encoding` gradients travel encoded.
-    """
-    if encoding is not None:
-        # here: most runs need none of it
-        from shoal.syncs.auto import AutoExchange
-        from shoal.syncs.encoded import EncodedExchange
-
-        if by_atom:
-            raise ConfigError(
-                f"codec={encoding.codec.name!r}: deterministic=True sums the gradients of atoms as they are, so that "
-                "weights do not depend on the number of workers; use codec='none', or deterministic=False"
-            )
-        if encoding.codec.name == "auto":
-            return AutoExchange(group, params, encoding, knowledge, seed)
-        return EncodedExchange(group, encoding, seed)
-    if by_atom:
-        return TreeExchange(group, params)
-    return AloneExchange(params) if group.size == 1 else BucketExchange(group, params, knowledge)
-
-
 class AloneExchange:
     """One worker: its sum is the sum."""
 
@@ -131,7 +96,6 @@ class AloneExchange:
     weighs = False
 
     def __init__(self, params: Params) -> None:
-        self.on_bucket: Callable[[], None] | None = None
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
 
@@ -183,14 +147,6 @@ class BucketExchange:
         self._params = [param for _, param in params]
         self._buckets = Buckets(group, params, tail=0, knowledge=knowledge)
 
-    @property
-    def on_bucket(self) -> Callable[[], None] | None:
-        return self._buckets.on_bucket
-
-    @on_bucket.setter
-    def on_bucket(self, do: Callable[[], None] | None) -> None:
-        self._buckets.on_bucket = do
-
     def open(self, atoms: int, vectors: int, doubles: int = 0) -> None:
         self._buckets.resize_tail(vectors + places(doubles, self._group.size))
         self._buckets.open()
@@ -237,7 +193,6 @@ class TreeExchange:
     weighs = False
 
     def __init__(self, group: Group, params: Params) -> None:
-        self.on_bucket: Callable[[], None] | None = None
         self._group = group
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
@@ -315,8 +270,7 @@ class TreeExchange:
         mine += [blank] * (rows - len(mine))
         pieces = []
         for start in range(0, max(1, blank.numel()), _CHUNK):
-            if self.on_bucket is not None:
-                self.on_bucket()
+            self._group.account.departing.passed()
             gathered = self._group.gather(torch.stack([value[start : start + _CHUNK] for value in mine]), GRADIENT)
             values = {
                 node: gathered[member, row] for member, nodes in enumerate(owned) for row, node in enumerate(nodes)

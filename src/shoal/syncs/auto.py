@@ -8,7 +8,6 @@ any other: what a codec has not sent when another one takes over is sent by that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import median
 
@@ -130,7 +129,6 @@ class AutoExchange:
         self._arm, self._note, self._inner = NONE, "", None
         if not encoding.count:
             self._note = "auto: none, as no tensor is large enough to be encoded"
-        self._on_bucket: Callable[[], None] | None = None
         self._begun: tuple[float, float] | None = None
         known = _read(knowledge)
         if known is not None:
@@ -149,19 +147,8 @@ class AutoExchange:
                 made = EncodedExchange(self._group, self._encoding, self._seed, codec, judged=False, trial=tried)
             else:
                 made = BucketExchange(self._group, self._params, self._inner)
-            made.on_bucket = self._on_bucket
             self._made[arm] = made
         return made
-
-    @property
-    def on_bucket(self) -> Callable[[], None] | None:
-        return self._on_bucket
-
-    @on_bucket.setter
-    def on_bucket(self, do: Callable[[], None] | None) -> None:
-        self._on_bucket = do
-        for exchange in self._made.values():
-            exchange.on_bucket = do
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +170,6 @@ class AutoExchange:
             self._now = self._sending = EncodedExchange(
                 self._group, self._encoding, self._seed, NoCodec(), judged=False
             )
-            self._now.on_bucket = self._on_bucket
         self._now.open(atoms, vectors, doubles)
 
     def _judge(self, trial: Trial) -> None:

@@ -8,7 +8,7 @@ host is encoded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -89,7 +89,6 @@ class EncodedExchange:
 
         In a `trial`, until `stay` is called, a step is taken with the codec itself whatever the optimizer is like.
         """
-        self.on_bucket: Callable[[], None] | None = None
         self._group = group
         self._encoding = encoding
         self._wanted = codec or encoding.codec
@@ -157,8 +156,7 @@ class EncodedExchange:
     def finish(
         self, sums: Tensor, flags: Tensor, weighing: Weighing | None = None, doubles: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.on_bucket is not None:
-            self.on_bucket()
+        self._group.account.departing.passed()
         begun, waited = time.perf_counter(), self._group.account.exposed
         self._leaving.stop()
         by_parts = self._by_parts()
@@ -276,8 +274,7 @@ class EncodedExchange:
             return
         self._leaving.left = number + 1
         begun, waited = time.perf_counter(), self._group.account.exposed
-        if self.on_bucket is not None:
-            self.on_bucket()
+        self._group.account.departing.passed()
         part = self._parts[number]
         if self._running is None:
             self._running = self._begin()

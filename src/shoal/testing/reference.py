@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from shoal.core.atoms import Course, Span
+from shoal.core.ordering import order_key
 from shoal.core.permutation import Permutation
 from shoal.draws import here
 from shoal.draws.forward import Forward, Keying, seed_of
@@ -20,7 +21,6 @@ from shoal.draws.sites import Names
 from shoal.draws.stand import standing
 from shoal.trainer.proof.examine import Ask, Taken, examine
 from shoal.trainer.proof.rehearse import MOST_SAMPLES
-from shoal.trainer.step import order_key
 
 
 def sample_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

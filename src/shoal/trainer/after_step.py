@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from shoal.core.keys import derive
 from shoal.draws.others import seed_others
-
-AfterStep = Callable[[nn.Module], Any]
+from shoal.trainer.recipe import AfterStep
 
 
 @torch.no_grad()

@@ -8,18 +8,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from shoal.core.events import AnyEvent, Scale, Stop
-
-if TYPE_CHECKING:
-    from shoal.trainer.elastic_supervisor import Supervisor
-    from shoal.trainer.logs import Tail
-    from shoal.trainer.watch import Watcher
+from shoal.trainer.logs import Tail
+from shoal.trainer.stuck import Stuck
+from shoal.trainer.watch import Watcher
 
 _TICK_SECONDS = 0.1
+
+
+class Supervising(Protocol):
+    """`elastic_supervisor.Supervisor`, as far as it is needed."""
+
+    stuck: Stuck
+
+    def watch(self) -> list[Any]: ...
+
+    def leave(self) -> None: ...
 
 
 class _Started(msgspec.Struct, frozen=True):
@@ -62,7 +70,7 @@ class Relay:
         self.told.put(_Started(seat))
 
 
-def watch_apart(make: Callable[[Relay], Supervisor], watch: Watcher, tail: Tail) -> list[Any]:
+def watch_apart(make: Callable[[Relay], Supervising], watch: Watcher, tail: Tail) -> list[Any]:
     """What the supervisor's `watch` returns or raises. Until then, all that it tells is told here."""
     relay = Relay(tail.folder)
     supervisor = make(relay)

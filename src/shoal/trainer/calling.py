@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 from shoal.core.events import AnyEvent, Callback, Scale, Stop
 from shoal.core.traces import own_stack, own_traceback
-from shoal.trainer.stuck import CALL_SECONDS, STOPPING_SECONDS
+
+CALL_SECONDS = 60.0
+"""Of one call of the user's functions, where compilers and caches may warm up."""
+STOPPING_SECONDS = 1.0
+"""Once somebody waits for the end of the run."""
 
 _LOOK_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0

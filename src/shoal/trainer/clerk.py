@@ -19,20 +19,19 @@ from shoal.core.events import Notice, RunEnded
 from shoal.core.progress import figures_of
 from shoal.core.spec import MOST_SERVERS
 from shoal.data.parcel import unseal
-from shoal.layouts.single import Change
+from shoal.layouts.single import Change, least_samples
 from shoal.monitor.wording import counted
 from shoal.syncs.server import messages as said
 from shoal.syncs.server.leases import Book
 from shoal.syncs.server.messages import FIRST_SERVER, Lease
 from shoal.trainer.clerk_places import Places
 from shoal.trainer.clerk_steps import BooksDiffer, Hands, Part, Steps
-from shoal.trainer.leased import least_samples
 from shoal.trainer.served_saving import Keeping, Resumed, Story, parcel, replanned
 from shoal.trainer.telling import run_started
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.fit import Recipe
+    from shoal.trainer.recipe import Recipe
     from shoal.trainer.saving import Saving
 
 __all__ = ["BooksDiffer", "Clerk", "Facts", "Hands"]

@@ -17,6 +17,7 @@ import msgspec
 from shoal.core.errors import ConfigError, NotFiniteError, ShoalError
 from shoal.core.events import AnyEvent, Notice
 from shoal.core.following import Following, follows
+from shoal.core.ordering import positions_in_words
 from shoal.core.progress import Update, evaluated, summed
 from shoal.layouts.single import Change
 from shoal.syncs.applying import clipping
@@ -27,11 +28,10 @@ from shoal.trainer.clerk_places import Places
 from shoal.trainer.elasticity import EverythingLost
 from shoal.trainer.served_saving import Keeping, Snapshot, Story
 from shoal.trainer.served_seen import Seen
-from shoal.trainer.step import positions_in_words
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.fit import Recipe
+    from shoal.trainer.recipe import Recipe
 
 
 class Hands(Protocol):

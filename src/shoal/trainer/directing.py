@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shoal.elastic.membership import Plan
     from shoal.engines.places import Place
     from shoal.trainer.elastic_channel import ElasticChannel
-    from shoal.trainer.session import Session
     from shoal.wire.link import Link
 
 
@@ -124,7 +123,7 @@ class Led(Protocol):
     def serve(self, number: int, link: Link, place: Place | None) -> None:
         """The process of a server, from its first moment to its last."""
 
-    def session(self, seat: int, channel: ElasticChannel, on_board: OnBoard) -> Session:
+    def session(self, seat: int, channel: ElasticChannel, on_board: OnBoard) -> Any:
         """Of the worker in this seat."""
 
     def work(self, session: Any, link: Link, place: Place | None, attend: Callable[[], None]) -> None:

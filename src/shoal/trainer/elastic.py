@@ -12,20 +12,22 @@ from typing import Any
 from shoal.comm.shm.segment import sweep
 from shoal.core.seats import FIRST_SERVER
 from shoal.core.version import __version__
-from shoal.elastic.access import Access
+from shoal.data.parcel import unseal
+from shoal.elastic.access import Access, control_folder
 from shoal.elastic.board import Board
 from shoal.elastic.membership import Plan
 from shoal.engines.local import LocalEngine
 from shoal.engines.places import Place, spread
 from shoal.engines.stacks import Stacks
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.apart import Relay, watch_apart
 from shoal.trainer.channel import StopSignals, leave_sigterm_to_the_supervisor
 from shoal.trainer.directing import Led
 from shoal.trainer.elastic_supervisor import COORDINATOR_SEAT, Supervisor
-from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker, control_folder
+from shoal.trainer.elastic_worker import Task, be_coordinator, be_worker
 from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.logs import Tail
-from shoal.trainer.start import LOOPBACK, Body, Start
+from shoal.trainer.start import Body, Start
 from shoal.trainer.watch import Watcher
 from shoal.wire.curve import Keys
 from shoal.wire.link import Link
@@ -51,20 +53,11 @@ def run_elastic(
     `led` have no body. Raises EverythingLost if nobody is left who has the state of the run, and WorkerError for
     whatever else ends it.
     """
-    plan = Plan(
-        workers=elasticity.workers,
-        least=elasticity.least,
-        most=elasticity.most,
-        version=__version__,
-        run=start.run_id,
-        before=elasticity.before,
-        replaces=elasticity.replaces,
-        deaths=10 if elasticity.faults is None else 0,
-    )
+    plan = plan_of(start, elasticity)
     if led is not None:
         plan = led.plan(plan)
     keys = Keys.make()
-    board = Board(plan.seats or 2 * elasticity.most + 8)
+    board = Board(plan.seats or seats_of(elasticity))
     places = Places(hosts, elasticity.workers)
 
     def main(seat: int, link: Link, scratch: Path) -> None:
@@ -76,7 +69,7 @@ def run_elastic(
             led.serve(seat - FIRST_SERVER, link, places.of(seat))
         else:
             stacks.answer()
-            be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat), led))
+            be_worker(seat, link, access, board, Task(body, start, elasticity, places.of(seat), led=led))
 
     # what servers have is lost with the supervisor, and workers have nothing to checkpoint
     grace = GRACE_SECONDS if led is None else 0.0
@@ -84,7 +77,7 @@ def run_elastic(
         with (
             closing(Stacks()) as stacks,
             Tail(start.logs, 0, watch.output) as tail,
-            _cleared(start.run_dir),
+            cleared(start.run_dir),
             nullcontext() if led is None else led.over(),
             LocalEngine().open(main, warm=leave_sigterm_to_the_supervisor, grace=grace) as crew,
         ):
@@ -92,7 +85,8 @@ def run_elastic(
             folder.mkdir(mode=0o700, parents=True)
             keys.write(folder)
             if led is None:
-                return Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+                values = Supervisor(crew, board, elasticity, watch, signals, tail, stacks, start.kept).watch()
+                return [unseal(bytes(parcel), buffers) for parcel, *buffers in values]
 
             def make(relay: Relay) -> Supervisor:
                 return Supervisor(crew, board, elasticity, relay, signals, relay, stacks, start.kept, led)
@@ -134,8 +128,26 @@ class Places:
         return [place.address for place in self.hosts] or [LOOPBACK]
 
 
+def plan_of(start: Start, elasticity: Elasticity) -> Plan:
+    return Plan(
+        workers=elasticity.workers,
+        least=elasticity.least,
+        most=elasticity.most,
+        version=__version__,
+        run=start.run_id,
+        before=elasticity.before,
+        replaces=elasticity.replaces,
+        deaths=10 if elasticity.faults is None else 0,
+    )
+
+
+def seats_of(elasticity: Elasticity) -> int:
+    """Of the board: some more than there can be workers, for those whose seats rest."""
+    return 2 * elasticity.most + 8
+
+
 @contextmanager
-def _cleared(run_dir: Path | None) -> Iterator[None]:
+def cleared(run_dir: Path | None) -> Iterator[None]:
     """Before and after: no control folder. A supervisor that was killed may have left one."""
     folder = None if run_dir is None else control_folder(run_dir, run_dir)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.events import AnyEvent, Notice, Preparing, RunStarted, StepDone, WorkerSeen
 from shoal.trainer.channel import PREEMPTED
-from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, decode_down, encode
+from shoal.trainer.messages import Decided, Departed, Failed, Happened, Over, Returned, StopAsked, decode_down, encode
 from shoal.wire.link import Link, LinkClosed
 
 if TYPE_CHECKING:
@@ -161,13 +161,15 @@ class ElasticChannel:
         except LinkClosed:
             self._orphan()
 
-    def await_end(self) -> None:
-        """Wait until the supervisor closes the link, or is gone."""
+    def await_end(self) -> bool:
+        """Wait until the supervisor says that the run is over: True. Or closes the link, or is gone: False."""
         try:
-            while True:
-                self._link.recv()
+            while not isinstance(decode_down(self._link.recv()[0]), Over):
+                pass
+            return True
         except LinkClosed:
             self._orphan()
+            return False
 
     def _sort(self, event: AnyEvent) -> None:
         if isinstance(event, WorkerSeen):
@@ -225,7 +227,8 @@ class ElasticChannel:
         if isinstance(message, Decided):
             self._stop = self._stop or message.stop
             return True
-        self._stop = self._stop or message.reason
+        if isinstance(message, StopAsked):
+            self._stop = self._stop or message.reason
         return False
 
     def _orphan(self) -> None:

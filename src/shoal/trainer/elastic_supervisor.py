@@ -8,33 +8,34 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent, Notice, Regrouped, Scale, Stop, WorkerSeen
 from shoal.core.seats import FIRST_SERVER
-from shoal.data.parcel import unseal
 from shoal.elastic import messages as said
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.engines.local import Crew, Ended, Message
 from shoal.engines.look import GONE, SLOW, Look, OutOfMemory, is_halted
+from shoal.engines.script import ScriptCrew
 from shoal.trainer.apart import Relay
 from shoal.trainer.channel import STOPPED, StopSignals
 from shoal.trainer.directing import Director, Led, Undirected
 from shoal.trainer.elastic_events import Told, change_in_words, how_it_ended, where_it_was
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.failure import as_error, ended_error, why_ended
+from shoal.trainer.failure import ROOT_CAUSE_SECONDS, as_error, ended_error, why_ended
 from shoal.trainer.logs import ERR, Tail, log_path
 from shoal.trainer.messages import Decided, Departed, Failed, Happened, Returned, StopAsked, encode
-from shoal.trainer.start import ROOT_CAUSE_SECONDS, Start
-from shoal.trainer.stopping import signal_notice
+from shoal.trainer.stopping import KEPT, signal_notice
 from shoal.trainer.stuck import Asking, Stuck
 from shoal.trainer.vain import Vain
 from shoal.trainer.watch import Watcher
 
 COORDINATOR_SEAT = said.MOST_SEATS
+Sealed: TypeAlias = list[bytearray]
+"""What a worker returned, as it came: a parcel and its buffers."""
 
 _TICK_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.05
@@ -60,17 +61,17 @@ class Supervisor:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Crew | ScriptCrew,
         board: Board,
         elasticity: Elasticity,
         watch: Watcher,
         signals: StopSignals | None,
         tail: Tail | Relay,
         stacks: Asking,
-        kept: str = Start.kept,
+        kept: str = KEPT,
         led: Led | None = None,
     ) -> None:
-        """`kept`: see `Start`."""
+        """`kept`: see `KEPT`."""
         self._crew = crew
         self._kept = kept
         self._board = board
@@ -89,7 +90,7 @@ class Supervisor:
         self._spoke = False
         """Whether any worker has told its figures."""
         self._refused = ""
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, Sealed] = {}
         self._complete = False
         """Whether a worker has seen that all are done."""
         self._last_end: tuple[Ended, float] | None = None
@@ -134,6 +135,11 @@ class Supervisor:
         """End at once: nobody waits for the result. Any thread."""
         self._left = True
 
+    @property
+    def returned(self) -> list[int]:
+        """The seats of those who have returned a value, in order."""
+        return sorted(self._values)
+
     def _watch_until_over(self) -> list[Any]:
         self._start_coordinator()
         self._director.begin(time.monotonic())
@@ -149,7 +155,7 @@ class Supervisor:
         if self._led and not self._left:
             self._say_farewell()
         self._close_coordinator()
-        return [self._values[seat] for seat in sorted(self._values)] or self._director.values()
+        return [self._values[seat] for seat in self.returned] or self._director.values()
 
     def _pause(self) -> float:
         """How long to wait for what comes."""
@@ -375,8 +381,7 @@ class Supervisor:
             return
         message = self._director.decode(arrival.header)
         if isinstance(message, Returned):
-            parcel, *buffers = arrival.buffers
-            self._values[arrival.worker] = unseal(bytes(parcel), buffers)
+            self._values[arrival.worker] = arrival.buffers
             self._complete = self._complete or message.complete
         elif isinstance(message, Departed):
             self._departed.add(arrival.worker)
@@ -550,7 +555,7 @@ class Supervisor:
 class _Acts:
     """What faults have done by the supervisor."""
 
-    def __init__(self, crew: Crew, living: set[int], rescale: Callable[[int], None]) -> None:
+    def __init__(self, crew: Crew | ScriptCrew, living: set[int], rescale: Callable[[int], None]) -> None:
         self._crew = crew
         self._living = living
         self._rescale = rescale

@@ -6,8 +6,7 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,19 +21,19 @@ from shoal.elastic.coordinator import serve
 from shoal.elastic.membership import Plan
 from shoal.engines.heap import keep_freed_memory
 from shoal.engines.places import Place, enter
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import flushing, leave_sigterm_to_the_supervisor
+from shoal.trainer.describing import describe_here
 from shoal.trainer.directing import Led
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.failure import describe, whole_traceback
-from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.failure import whole_traceback
+from shoal.trainer.logs import EXIT_FAILED, begin_log, flush_output, log_failure
 from shoal.trainer.messages import Departed, Failed, Returned
 from shoal.trainer.session import Session
 from shoal.trainer.standing import CannotJoin
-from shoal.trainer.start import LOOPBACK, Body, Start, deterministic_algorithms
+from shoal.trainer.start import Body, Start, deterministic_algorithms
 from shoal.wire.link import Link, LinkClosed
-
-EXIT_FAILED = 1
 
 
 def be_coordinator(link: Link, access: Access, plan: Plan, place: Place | None) -> None:
@@ -59,20 +58,24 @@ class Task:
     elasticity: Elasticity
     place: Place | None = None
     """The lab host that it runs on."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     led: Led | None = None
     """In place of a body."""
 
 
-def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> None:
-    """From the first moment of a worker's process to its last.
+def be_worker(seat: int, link: Link, access: Access, board: Board, task: Task) -> bool:
+    """From the first moment of a worker's process to its last, or to the end of the run: then True.
 
     The supervisor's end does not end it: what it has in hand is checkpointed first, which is the session's part.
     """
     leave_sigterm_to_the_supervisor()
     begin_log(task.start.logs, seat)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    _Worker(seat, link, access, board, task).run()
+    if task.device.type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(task.device)
+    return _Worker(seat, link, access, board, task).run()
 
 
 class _Worker:
@@ -87,7 +90,7 @@ class _Worker:
         self._control: Control | None = None
         self._session: Session | None = None
 
-    def run(self) -> None:
+    def run(self) -> bool:
         failed: Failed | None = None
         try:
             if self._task.led is None:
@@ -100,9 +103,9 @@ class _Worker:
             os._exit(EXIT_FAILED)
         except (Left, Finished) as leaving:
             self._depart(str(leaving), told=isinstance(leaving, CannotJoin))
-            return
+            return False
         except BaseException as error:
-            failed = describe(error, self._session)
+            failed = describe_here(error, self._session)
             if self._task.start.logs is not None:
                 log_failure(self._seat, whole_traceback(error))
         # outside the except block: see comm.group
@@ -113,10 +116,14 @@ class _Worker:
             self._channel.give(failed)
         self._on_board.done()
         # Peers may still be in their last operation; the supervisor ends this process when all are done.
-        self._channel.await_end()
+        goes_on = self._channel.await_end()
         self._let_go()
         if failed is not None:
             sys.exit(EXIT_FAILED)
+        if goes_on and self._session is not None:
+            self._close_session()
+            self._session.leave_group()
+        return goes_on
 
     def _enter(self) -> Control:
         if self._task.place is not None:
@@ -142,11 +149,12 @@ class _Worker:
             self._channel,
             self._on_board,
             self._seat,
+            device=task.device,
             host=_address(task.place),
             faults=elasticity.faults,
         )
         session = self._session = start.session(
-            SoloGroup(), self._channel, torch.device("cpu"), workers=elasticity.workers, standing=standing
+            SoloGroup(), self._channel, task.device, workers=elasticity.workers, standing=standing
         )
         with deterministic_algorithms(start.deterministic), flushing(self._channel):
             standing.begin(session)
@@ -184,15 +192,3 @@ class _Worker:
 
 def _address(place: Place | None) -> str:
     return LOOPBACK if place is None else place.address
-
-
-def flush_output() -> None:
-    """What user code printed: the process may be killed, not left to end by itself."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-
-
-def control_folder(run_dir: Path | None, scratch: Path) -> Path:
-    """Where a run's keys, its coordinator's journal and its endpoint are."""
-    return (scratch if run_dir is None else run_dir) / "control"

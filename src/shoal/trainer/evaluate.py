@@ -22,10 +22,9 @@ from shoal.trainer.device import moved
 from shoal.trainer.loss import Loss, read_loss
 from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
 from shoal.trainer.proof.words import by_forward
+from shoal.trainer.recipe import LossFn, PredictFn, Recipe
 from shoal.trainer.session import Session
 
-LossFn = Callable[[nn.Module, Any], Any]
-PredictFn = Callable[[nn.Module, Any], Any]
 Made = TypeVar("Made")
 
 
@@ -110,6 +109,12 @@ class Part:
 
     def close(self) -> None:
         self._loader.close()
+
+
+def part_of(session: Session, recipe: Recipe, data: Any, name: str, workers: int) -> Part:
+    """What of `data` this worker, one of so many, evaluates."""
+    batch = recipe.micro_batch or max(1, -(-recipe.batch_size // workers))
+    return Part(session, data, recipe.collate, batch=batch, data_workers=recipe.data_workers, name=name)
 
 
 class Evaluator:

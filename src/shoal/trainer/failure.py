@@ -10,23 +10,18 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-import msgspec
-
-from shoal.comm.strings import SAME_ORDER
 from shoal.core import errors
-from shoal.core.errors import DataError, GroupError, ShoalError, WorkerError
+from shoal.core.errors import SAME_ORDER, DataError, GroupError, ShoalError, WorkerError
 from shoal.core.seats import FIRST_SERVER, name_of
 from shoal.core.traces import own_traceback, place_of
 from shoal.engines.local import Ended
 from shoal.trainer.logs import ERR, log_path
 from shoal.trainer.messages import Failed
-from shoal.trainer.proof.rehearse import playing
 
-if TYPE_CHECKING:
-    from shoal.trainer.session import Session
-
+ROOT_CAUSE_SECONDS = 2.0
+"""How long to wait for the worker whose end broke the others' group."""
 _WIDTH = 76
 _MOST_TEXT = 200_000
 """Characters of a message or a traceback."""
@@ -81,12 +76,14 @@ _HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
 # -- on the worker -----------------------------------------------------------------------------------------------------
 
 
-def describe(error: BaseException, session: Session | None) -> Failed:
-    """What a worker tells of the error that ended it."""
-    rehearsal = playing()
-    if rehearsal is not None:
-        rehearsal.fell(error)
-    where, step, positions = _where(session)
+Whereabouts: TypeAlias = tuple[str, int | None, tuple[int, int] | None]
+"""Where a worker is: in words, its step, and the positions that it computes of the global batch."""
+NOWHERE: Whereabouts = "", None, None
+
+
+def describe(error: BaseException, at: Whereabouts = NOWHERE) -> Failed:
+    """What a process tells of the error that ended it."""
+    where, step, positions = at
     if isinstance(error, WorkerError) and error.step is not None:
         step, positions = error.step, error.positions
     name = type(error).__name__
@@ -107,36 +104,11 @@ def describe(error: BaseException, session: Session | None) -> Failed:
     )
 
 
-def explain(error: Exception, session: Session) -> None:
-    """In a process that is a worker itself: add to an error, which leaves as it is, what a supervisor would tell."""
-    failed = describe(error, session)
-    if not isinstance(error, ShoalError):
-        # Python prints its traceback itself
-        failed = msgspec.structs.replace(failed, traceback="")
-    elif not failed.secondary:
-        error.worker_traceback = failed.traceback
-    _tell(error, session.rank, session.workers, failed, None)
-
-
 def whole_traceback(error: BaseException) -> str:
     """Every frame, for the log."""
     text = _text(lambda: "".join(traceback.format_exception(error)).rstrip())
     remote = error.worker_traceback if isinstance(error, ShoalError) else None
     return f"{remote.rstrip()}\n\n{text}" if remote else text
-
-
-def _where(session: Session | None) -> tuple[str, int | None, tuple[int, int] | None]:
-    """Where a worker is: in words, its step, and the positions that it computes of the global batch."""
-    if session is None or session.where is None:
-        return "", None, None
-    if session.evaluating:
-        return f"in the evaluation after step {session.step}, ", session.step, None
-    at = session.where
-    own = session.own_of(at)
-    if not own:
-        return f"in step {at.step + 1} (it has no samples of this batch), ", at.step, None
-    positions = at.start + own.start, at.start + own.stop - 1
-    return f"in step {at.step + 1} (positions {positions[0]}–{positions[1]} of its epoch), ", at.step, positions
 
 
 def _text(make: Callable[[], str]) -> str:
@@ -175,11 +147,11 @@ def as_error(worker: int, workers: int, failed: Failed, logs: Path | None) -> Sh
             positions=failed.positions,
         )
     error.worker_traceback = failed.traceback
-    _tell(error, worker, workers, failed, logs)
+    tell(error, worker, workers, failed, logs)
     return error
 
 
-def _tell(error: Exception, worker: int, workers: int, failed: Failed, logs: Path | None) -> None:
+def tell(error: Exception, worker: int, workers: int, failed: Failed, logs: Path | None) -> None:
     """Add to the error what is printed last: the traceback, and the facts."""
     facts = _facts(worker, workers, failed, logs)
     lines = [""]

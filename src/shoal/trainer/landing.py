@@ -1,23 +1,40 @@
-"""Where trained weights land: memory that the process which called `fit()` shares with the worker it forked."""
+"""Where weights land: memory that the process which called `fit()` shares with its workers."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
 class Landing:
-    """Anonymous shared memory for copies of some tensors. Made before the fork; one worker puts, the parent takes.
+    """Shared memory for copies of some tensors: one process puts, another one takes.
 
-    Pages are used only once written, and the kernel frees them with the last process: nothing to clean up.
+    Without a file it is anonymous, and made before the fork. Pages are used only once written, and the kernel frees
+    them with the last process: nothing to clean up. With `path` it is that file, for processes that were not forked:
+    its folder must be there when it is first used.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], path: Path | None = None) -> None:
         self._like = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
-        self._memory = mmap.mmap(-1, max(1, sum(_padded(size) for _, _, size in self._like.values())))
+        self._path = path
+        if path is None:
+            _ = self._memory  # before the fork
+
+    @cached_property
+    def _memory(self) -> mmap.mmap:
+        size = max(1, sum(_padded(size) for _, _, size in self._like.values()))
+        if self._path is None:
+            return mmap.mmap(-1, size)
+        with open(self._path, "ab") as file:
+            if file.tell() < size:
+                file.truncate(size)
+        with open(self._path, "r+b") as file:
+            return mmap.mmap(file.fileno(), size)
 
     def put(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Copy the tensors here; returns `fitting`."""

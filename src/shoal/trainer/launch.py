@@ -16,6 +16,7 @@ from shoal.core import settings, spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
+from shoal.engines.here import is_main_process
 from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
@@ -25,7 +26,7 @@ from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_in_loop
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_main_process, is_spmd
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_launched
 from shoal.trainer.watch import Identity, Watch, resume_command
 
 
@@ -93,7 +94,7 @@ def launch(
                 else "with a checkpoint of what is tracked",
             )
             with watch.running(place.identity(count, config)):
-                doubts = [] if is_spmd(engine_spec) else stale_in_loop(callbacks, fn)
+                doubts = [] if is_launched() else stale_in_loop(callbacks, fn)
                 replaces = check_flag("replace", replace)
                 elasticity = Elasticity(count, 1 if replaces else count, count, replaces=replaces)
                 values = _run(fn, start, elasticity, engine_spec, watch, signals, doubts)
@@ -141,7 +142,8 @@ def _stopped(
 ) -> Preempted | Interrupted:
     left = f"; {_what_is_left(folder)}" if watch.started else ""
     stopped = kind(f"shoal: {what}{left}")
-    print(stopped.message, file=sys.stderr, flush=True)
+    if is_main_process():
+        print(stopped.message, file=sys.stderr, flush=True)
     return stopped
 
 

@@ -24,13 +24,13 @@ from shoal.core.slices import Forward, Slices
 from shoal.data.fetch import Fetcher
 from shoal.data.loader import Loader
 from shoal.elastic.board import Place
-from shoal.layouts.single import Change, uses_batch_statistics
+from shoal.layouts.single import Change, least_samples
 from shoal.syncs.applying import OwnGradients, clipping
 from shoal.syncs.server.messages import Lease
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.elastic_channel import ElasticChannel
-from shoal.trainer.fit import Recipe
 from shoal.trainer.fixed import Fixed
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.session import Session
 from shoal.trainer.start import Start
 from shoal.trainer.step import Loop, Step, room
@@ -405,8 +405,3 @@ class Leases:
             self.loop.close()
         self._drawing.__exit__(None, None, None)
         self._loader.close()
-
-
-def least_samples(model: nn.Module) -> int:
-    """That must be computed together: one sample alone has no variance, and BatchNorm fails."""
-    return 2 if uses_batch_statistics(model) else 1

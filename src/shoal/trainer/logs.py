@@ -17,6 +17,8 @@ from pathlib import Path
 from shoal.core.seats import name_of
 
 OUT, ERR = "out", "err"
+EXIT_FAILED = 1
+"""Exit code of a process of a run that has told its supervisor why it failed."""
 _MARK = "=== shoal: the traceback of the error that ended"
 _READ_AT_ONCE = 1 << 20
 _LONGEST_LINE = 1 << 16
@@ -154,3 +156,10 @@ class Tail:
         file.ended = bool(mark)
         if before:
             self._output(file.worker, file.stream, before)
+
+
+def flush_output() -> None:
+    """What user code printed: the process may be killed, not left to end by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from shoal.core.events import AnyEvent
@@ -62,8 +64,35 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     stop: str | None
 
 
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor, to a process that runs the script: take part in this run, once you have come to it."""
+
+    number: int
+    """Of the calls that start a run, from 1: the same in every process of the script."""
+    what: str
+    """The function that the first process has run."""
+    run_id: str
+    run_dir: str | None
+    control: str
+    """The folder with the run's keys."""
+    board: str
+    """The name of its file."""
+    seats: int
+    """Of the board."""
+    meta: dict[str, Any]
+    """What checkpoints say of the run."""
+    checkpoint: str | None
+    """That the run goes on from."""
+
+
+class Over(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor, to a process that runs the script: this run is over, and its outcome is to be found."""
+
+    number: int
+
+
 Up = Happened | Failed | Returned | Departed
-Down = StopAsked | Decided
+Down = StopAsked | Decided | Begin | Over
 
 encode = msgspec.msgpack.Encoder().encode
 decode_up = msgspec.msgpack.Decoder(Up).decode

@@ -9,8 +9,7 @@ from shoal.core.spec import Local
 from shoal.engines.places import read_lab
 from shoal.trainer.channel import StopSignals
 from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.spmd import run_here
-from shoal.trainer.start import Body, Start, is_spmd
+from shoal.trainer.start import Body, Start, is_launched, is_spmd
 from shoal.trainer.watch import Watcher
 
 
@@ -30,15 +29,22 @@ def run(
 
     What `signals` ask for reaches the loop of the session; without them a signal does what it does anywhere.
     """
-    if is_spmd(engine):
+    if is_launched():
         if engine.lab:
             raise ConfigError(
                 f"engine: lab={engine.lab!r} places workers that it forks, and a launcher has started this one; "
                 "leave out the lab or the launcher"
             )
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.spmd import run_here
+
         return run_here(body, start, workers, watch, signals)
+    elasticity = elasticity or Elasticity(workers, 1, workers)
+    if is_spmd(engine):
+        from shoal.trainer.scripted import run_scripted
+
+        return run_scripted(body, start, elasticity, watch, signals)
     hosts = read_lab(engine.lab) if engine.lab else ()
-    # here, as elsewhere in this package: `from shoal import Trainer` must not take long
     from shoal.trainer.elastic import run_elastic
 
-    return run_elastic(body, start, elasticity or Elasticity(workers, 1, workers), watch, signals, hosts)
+    return run_elastic(body, start, elasticity, watch, signals, hosts)

@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import nn
 
 from shoal.core.seats import FIRST_SERVER
-from shoal.core.spec import MOST_SERVERS, Server
+from shoal.core.spec import MOST_SERVERS
 from shoal.engines.places import Place
+from shoal.engines.world import LOOPBACK
 from shoal.trainer.channel import StopSignals
 from shoal.trainer.directing import Hands
 from shoal.trainer.elastic import Places, run_elastic
-from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.fit import Recipe
 from shoal.trainer.leased import LeasedSession
 from shoal.trainer.served_director import ServedDirector
 from shoal.trainer.served_server import be_server
-from shoal.trainer.served_setup import make_setup
+from shoal.trainer.served_setup import Served, make_setup
 from shoal.trainer.served_worker import ServedTask, serve_leases
-from shoal.trainer.start import LOOPBACK, Start
+from shoal.trainer.start import Start
 from shoal.trainer.watch import Watcher
 from shoal.wire.link import Link
 
@@ -33,17 +31,6 @@ if TYPE_CHECKING:
     from shoal.elastic.membership import Plan
     from shoal.syncs.server.setup import Setup
     from shoal.trainer.elastic_channel import ElasticChannel
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a run with servers is made of, besides what every run has."""
-
-    model: nn.Module
-    recipe: Recipe
-    sync: Server
-    workers: int
-    elasticity: Elasticity
 
 
 def run_served(

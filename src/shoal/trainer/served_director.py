@@ -10,20 +10,20 @@ import msgspec
 from shoal.core.events import AnyEvent, Notice, WorkerSeen
 from shoal.core.seats import FIRST_SERVER
 from shoal.core.spec import MOST_SERVERS
+from shoal.layouts.single import least_samples
 from shoal.syncs.server.messages import Depart, End, Ready
 from shoal.syncs.server.messages import Up as Said
 from shoal.trainer.clerk import Clerk, Facts
 from shoal.trainer.directing import Hands
-from shoal.trainer.fit import first_words
 from shoal.trainer.idle import idle_words
-from shoal.trainer.leased import least_samples
 from shoal.trainer.messages import Up
+from shoal.trainer.recipe import first_words
 from shoal.trainer.served_saving import resumed
 from shoal.trainer.start import Start
 
 if TYPE_CHECKING:
     from shoal.syncs.server.setup import Setup
-    from shoal.trainer.served import Served
+    from shoal.trainer.served_setup import Served
 
 _decode = msgspec.msgpack.Decoder(Up | Said).decode
 

@@ -20,7 +20,7 @@ from shoal.data.parcel import seal
 from shoal.layouts.single import Buffers, Change
 from shoal.syncs.applying import Applier
 from shoal.syncs.server.optimizers import join
-from shoal.trainer.fit import Recipe, Record
+from shoal.trainer.recipe import Recipe, Record
 from shoal.trainer.replan import new_length
 from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.soundness import refuse_not_finite

@@ -14,12 +14,10 @@ from shoal.syncs.server.serving import serve
 from shoal.syncs.server.setup import Setup
 from shoal.trainer.channel import leave_sigterm_to_the_supervisor
 from shoal.trainer.failure import describe, whole_traceback
-from shoal.trainer.logs import begin_log, log_failure
+from shoal.trainer.logs import EXIT_FAILED, begin_log, log_failure
 from shoal.trainer.messages import Failed, encode
 from shoal.trainer.start import Start
 from shoal.wire.link import Link, LinkClosed
-
-EXIT_FAILED = 1
 
 
 def be_server(number: int, link: Link, host: str, setup: Setup, start: Start, place: Place | None) -> None:
@@ -36,7 +34,7 @@ def be_server(number: int, link: Link, host: str, setup: Setup, start: Start, pl
     except LinkClosed:
         return
     except BaseException as error:
-        failed = describe(error, None)
+        failed = describe(error)
         if start.logs is not None:
             log_failure(seat, whole_traceback(error))
     if failed is not None:

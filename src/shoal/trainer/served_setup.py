@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +19,26 @@ from shoal.syncs.server.optimizers import needs_whole
 from shoal.syncs.server.pushcodec import has_codec
 from shoal.syncs.server.setup import Memory, Setup
 from shoal.syncs.server.tables import empty_cut, make_tables
-from shoal.trainer.fit import Recipe, make_optimizer, make_schedule
+from shoal.trainer.elasticity import Elasticity
+from shoal.trainer.recipe import Recipe, make_optimizer, make_schedule
 from shoal.trainer.restore import restore
 from shoal.trainer.start import Start
 from shoal.trainer.tables import find_tables, make_real
 from shoal.wire.curve import Keys
 
-if TYPE_CHECKING:
-    from shoal.trainer.served import Served
-
 _ASYNC_STEPS, _MOST_STEPS = 8, 34
 """Steps that may be open at once, where nothing else bounds them and at all: each costs the memory of a gradient."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run with servers is made of, besides what every run has."""
+
+    model: nn.Module
+    recipe: Recipe
+    sync: Server
+    workers: int
+    elasticity: Elasticity
 
 
 def make_setup(served: Served, start: Start, hosts: Sequence[str]) -> Setup:

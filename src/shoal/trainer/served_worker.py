@@ -20,9 +20,9 @@ from shoal.elastic.control import Left
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Placement, Ready, Work, encode
 from shoal.syncs.server.setup import Setup
 from shoal.syncs.server.table_client import TableClient
-from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.fit import Recipe
+from shoal.trainer.evaluate import Evaluator, Part, part_of
 from shoal.trainer.leased import LeasedSession, Leases, Servers
+from shoal.trainer.recipe import Recipe
 from shoal.trainer.session import TELL_SECONDS
 from shoal.trainer.tables import Embeddings
 from shoal.trainer.together import samples_together
@@ -228,7 +228,7 @@ class _Worker:
         session.at(self._setup.course.step(max(0, order.version - 1)))
         self._fault("evaluate", order.version - 1)
         if self._part is None:
-            self._part = recipe.part(session, recipe.eval_data, "eval_data", task.workers)
+            self._part = part_of(session, recipe, recipe.eval_data, "eval_data", task.workers)
         session.enter(Phase.EVALUATE)
         metrics = Evaluator(session, self._part, recipe.loss, recipe.predict, recipe.metrics).run(task.model)
         session.evaluating = False

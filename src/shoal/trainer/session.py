@@ -561,17 +561,22 @@ class Session:
         self.cannot_redo()
         trained = self._train(optimizer)
         grads = [param.grad for _, param in trained.params]
-        trained.exchange.open(atoms, *self._vectors(trained))
+        self._open(trained, atoms)
         for (_, param), grad in zip(trained.params, grads, strict=True):
             param.grad = grad
         return trained
+
+    def _open(self, trained: Trained, atoms: int) -> None:
+        departing = self._group.account.departing
+        departing.strikes, departing.worker, departing.step = self.standing.faults, self.standing.seat, self.step
+        trained.exchange.open(atoms, *self._vectors(trained))
 
     def open_exchanges(self, atoms: int) -> None:
         """Begin a phase: no parameter has a gradient."""
         for trained in list(self._trained.values()):
             if trained.outdated():
                 trained = self._train(trained.optimizer)
-            trained.exchange.open(atoms, *self._vectors(trained))
+            self._open(trained, atoms)
         if self._untrained is None:
             mine = {id(param) for trained in self._trained.values() for _, param in trained.params}
             params = [param for module in self._replica.modules() for param in module.parameters()]
@@ -684,8 +689,6 @@ class Session:
             knowledge=knowledge,
             former=former,
         )
-        if self.standing.faults is not None:
-            trained.exchange.on_bucket = lambda: self.standing.fault("bucket", self.step)
         self._trained[id(optimizer)] = trained
         self._untrained = None
         return trained

@@ -1,10 +1,9 @@
-"""Where the script runs once per worker: under a launcher, or started so by the local engine."""
+"""Where a launcher runs the script once per worker."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -15,18 +14,11 @@ import torch
 from shoal.core.errors import CheckpointError, ConfigError, GroupError
 from shoal.core.events import Notice
 from shoal.engines.heap import keep_freed_memory
-from shoal.engines.script import ended, run_script_on, take_listener
-from shoal.engines.world import World
+from shoal.engines.world import LOOPBACK, World
 from shoal.trainer.channel import DirectChannel, StopSignals
-from shoal.trainer.failure import explain
+from shoal.trainer.describing import explain
 from shoal.trainer.session import Session
-from shoal.trainer.start import (
-    LOOPBACK,
-    ROOT_CAUSE_SECONDS,
-    Body,
-    Start,
-    deterministic_algorithms,
-)
+from shoal.trainer.start import Body, Start, deterministic_algorithms
 from shoal.trainer.watch import Watcher
 
 if TYPE_CHECKING:
@@ -43,7 +35,8 @@ _runs = 0
 def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: StopSignals | None) -> list[Any]:
     """`body(session)` on this process, which is one of the workers; what each of them returned."""
     global _runs
-    world = World.detect(os.environ) or run_script_on(workers)
+    world = World.detect(os.environ)
+    assert world is not None
     _runs += 1
     device = _device(world)
     threads = torch.get_num_threads()
@@ -76,10 +69,6 @@ def run_here(body: Body, start: Start, workers: int, watch: Watcher, signals: St
             return values
         finally:
             group.close()
-    except GroupError as error:
-        for end in ended(ROOT_CAUSE_SECONDS):
-            error.add_note(f"{end}; what it said is printed above")
-        raise
     finally:
         torch.set_num_threads(threads)
 
@@ -123,11 +112,10 @@ def _meet(world: World, number: int) -> Any:
                 is_master=world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
                 timeout=_MEETING_TIMEOUT,
                 wait_for_workers=False,
-                master_listen_fd=take_listener(),
             )
         prefix = f"shoal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
         store = distributed.PrefixStore(prefix, _store)
-        if _all_said(store, "here", world, _MEETING_TIMEOUT, until=lambda: ended(well=True)):
+        if _all_said(store, "here", world, _MEETING_TIMEOUT):
             return store
         absent = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
         failed = f"workers {', '.join(absent)} did not come"
@@ -139,14 +127,14 @@ def _meet(world: World, number: int) -> Any:
     )
 
 
-def _all_said(store: Any, word: str, world: World, timeout: timedelta, *, until: Callable[[], Any]) -> bool:
-    """Say a word, and wait until all workers have said it, or `until` holds. RuntimeError if the store is gone."""
+def _all_said(store: Any, word: str, world: World, timeout: timedelta) -> bool:
+    """Say a word, and wait until all workers have said it. RuntimeError if the store is gone."""
     store.set(f"{word}/{world.rank}", b"")
     store.add(word, 1)
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     # not by store.wait: torch would print a warning each time that it comes back without success
     while store.add(word, 0) < world.size:
-        if time.monotonic() > deadline or until():
+        if time.monotonic() > deadline:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS)
@@ -156,4 +144,4 @@ def _all_said(store: Any, word: str, world: World, timeout: timedelta, *, until:
 def _farewell(store: Any, world: World) -> None:
     """Nobody leaves while another may still be in the last operation. Who serves the store may be gone first."""
     with suppress(RuntimeError):
-        _all_said(store, "done", world, _FAREWELL_TIMEOUT, until=ended)
+        _all_said(store, "done", world, _FAREWELL_TIMEOUT)

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shoal.comm.group import Group
-from shoal.comm.strings import SAME_ORDER
 from shoal.comm.topology import HostsApart
-from shoal.core.errors import ConfigError, GroupError
+from shoal.core.errors import SAME_ORDER, ConfigError, GroupError
 from shoal.core.events import AnyEvent
 from shoal.core.version import __version__
 from shoal.elastic.board import Phase, Place
 from shoal.elastic.control import Control, Finished, Left
 from shoal.elastic.copying import copy_state
 from shoal.elastic.messages import Hold, Term, name_of, seat_of
+from shoal.elastic.store import TermStore, store_of
 from shoal.trainer.elastic_channel import ElasticChannel
 from shoal.trainer.fixed import share_equally
 
@@ -79,6 +79,7 @@ class Standing:
         self._channel = channel
         self.place = self._place = place
         self._make_group = make_group
+        self._store: TermStore | None = None
         self.faults = faults
         self._holds = False
         self._broken = False
@@ -247,7 +248,8 @@ class Standing:
     def _meet(self, term: Term, session: Session) -> None:
         rank = term.members.index(name_of(self.seat))
         self._broken = False
-        group = self._make_group(self._control.store(term.number), rank, len(term.members))
+        store = self._store = store_of(self._control, term.number)
+        group = self._make_group(store, rank, len(term.members))
 
         def revoke(why: str) -> None:
             self._broken = True

@@ -23,6 +23,7 @@ from shoal.engines.world import World
 from shoal.trainer.channel import Channel
 from shoal.trainer.saving import Saving
 from shoal.trainer.session import Session
+from shoal.trainer.stopping import KEPT
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints, Loaded
@@ -33,11 +34,8 @@ if TYPE_CHECKING:
 Body = Callable[[Session], Any]
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-LOOPBACK = "127.0.0.1"
 REACH_SECONDS = 1.0
 """How long a host may take to answer before a run that may change its members goes on without it."""
-ROOT_CAUSE_SECONDS = 2.0
-"""How long to wait for the worker whose end broke the others' group."""
 
 MOST_WORKERS = max(1024, 16 * (os.cpu_count() or 1))
 """More than that on this machine is a mistake, and would take minutes to find out."""
@@ -58,8 +56,7 @@ class Start:
     keep: int = 3
     meta: Mapping[str, Any] = field(default_factory=dict)
     loaded: Loaded | None = None
-    kept: str = "with a checkpoint"
-    """What is left of a run that a signal ends, in the words that follow `stopping after the step in progress`."""
+    kept: str = KEPT
     made_before: bool = False
     """Whether model and data were made before the workers parted: then all have the same ones."""
 
@@ -116,6 +113,7 @@ class Start:
         place: Place,
         seat: int,
         *,
+        device: torch.device,
         host: str,
         faults: Any | None = None,
     ) -> Standing:
@@ -125,7 +123,6 @@ class Start:
 
         def make_group(store: Any, rank: int, size: int) -> Group:
             # no notes: the coordinator, who keeps the store, watches the members itself
-            device = torch.device("cpu")
             return self.group(store, rank, size, device, host=host, channel=channel, reach=REACH_SECONDS, notes=False)
 
         return Standing(control, channel, place, seat, make_group, faults)
@@ -180,18 +177,13 @@ def default_workers(engine: Local) -> int:
 
 
 def is_spmd(engine: Local) -> bool:
-    """Whether the script runs once per worker, so that this process is a worker itself."""
-    return (
-        World.detect(os.environ) is not None
-        or engine.start == "script"
-        or (engine.start == "auto" and torch.cuda.is_available())
-    )
+    """Whether the script runs once per worker, so that each makes its model and its data itself."""
+    return is_launched() or engine.start == "script" or (engine.start == "auto" and torch.cuda.is_available())
 
 
-def is_main_process() -> bool:
-    """False on the workers other than worker 0 of a script that runs once per worker."""
-    world = World.detect(os.environ)
-    return world is None or world.rank == 0
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of the workers."""
+    return World.detect(os.environ) is not None
 
 
 def import_for_training() -> None:

@@ -21,6 +21,7 @@ from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import Notice
 from shoal.core.following import REASONS
 from shoal.core.keys import derive
+from shoal.core.ordering import items_in_words, order_key, positions_in_words
 from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
 from shoal.core.progress import Sums, Update, summed
@@ -57,23 +58,6 @@ ROOM = 1.5
 fast worker may have more than the others, and one that does the work of those who died must not run out of memory."""
 HEAD = 2
 """Sums in double precision before those of buffers: weight, loss."""
-
-
-def order_key(seed: int, epoch: int) -> int:
-    """The key of the permutation that is the order of samples in an epoch."""
-    return derive(seed, "order", epoch)
-
-
-def items_in_words(course: Course, seed: int, epoch: int, positions: Sequence[int], most: int = 8) -> str:
-    """Which items of the data set are at these positions of an epoch: so many of them by their index."""
-    shown = Permutation(course.size, order_key(seed, epoch)).at(np.array(positions[:most])).tolist()
-    more = len(positions) - len(shown)
-    return ", ".join(f"data[{item}]" for item in shown) + (f" and {more} more" if more else "")
-
-
-def positions_in_words(course: Course, seed: int, epoch: int, first: int, last: int) -> str:
-    items = items_in_words(course, seed, epoch, range(first, last + 1))
-    return f"positions {first}–{last} of epoch {epoch + 1}: {items}"
 
 
 def room(full: int, workers: int) -> int:

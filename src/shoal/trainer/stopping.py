@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED
-from shoal.trainer.start import Start
 from shoal.trainer.stuck import Stuck
 
+KEPT = "with a checkpoint"
+"""What is left of a run that a signal ends, in the words that follow `stopping after the step in progress`."""
 _SIGNALS = {PREEMPTED: ("SIGTERM", ""), INTERRUPTED: ("Ctrl-C", "; press it again to end at once")}
 
 
-def signal_notice(reason: str, stuck: Stuck, kept: str = Start.kept) -> str | None:
+def signal_notice(reason: str, stuck: Stuck, kept: str = KEPT) -> str | None:
     """What to say when a run is asked to stop, if a signal asks: what it does, and what it waits for.
 
-    `kept`: see `Start`.
+    `kept`: see `KEPT`.
     """
     if reason not in _SIGNALS:
         return None

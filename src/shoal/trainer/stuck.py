@@ -16,15 +16,12 @@ from shoal.elastic.board import Board, Sight
 from shoal.elastic.waits import call_in_words
 from shoal.engines.activity import Call
 from shoal.engines.look import is_halted, sample
+from shoal.trainer.calling import CALL_SECONDS, STOPPING_SECONDS
 
 FETCH_SECONDS = 20.0
-CALL_SECONDS = 60.0
-"""For all but fetching, where compilers and caches may warm up."""
 MOST_SECONDS = 600.0
 _FACTOR = 10.0
 """Nothing is said of what takes less than so many times as long as the same did before."""
-STOPPING_SECONDS = 1.0
-"""Once somebody waits for the end of the run."""
 _LOOK_SECONDS = 0.5
 _AWAY_SECONDS = 5.0
 """Between two looks: the supervisor was kept from looking, and perhaps workers from being heard."""

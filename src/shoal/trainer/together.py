@@ -21,7 +21,7 @@ from shoal.trainer.device import moved
 from shoal.trainer.loss import read_loss
 
 if TYPE_CHECKING:
-    from shoal.trainer.fit import Recipe
+    from shoal.trainer.recipe import Recipe
     from shoal.trainer.session import Session
 
 _ALONE = "more than 1 value per channel"

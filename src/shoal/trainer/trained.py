@@ -13,8 +13,9 @@ from shoal.comm.codecs.memory import RESIDUAL
 from shoal.comm.group import Group
 from shoal.core.errors import ConfigError
 from shoal.core.spec import AnyCodec, NoCodec
-from shoal.syncs.allreduce import Exchange, make_exchange
+from shoal.syncs.allreduce import Exchange
 from shoal.syncs.encoding import Encoding
+from shoal.syncs.exchanges import make_exchange
 
 
 @dataclass

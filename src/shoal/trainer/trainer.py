@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,16 @@ from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
 from shoal.core.events import Callback, WorkerSeen
+from shoal.core.ordering import items_in_words
 from shoal.core.settings import DEFAULT
 from shoal.core.traces import trimmed
 from shoal.data.fetch import check_data
+from shoal.engines.here import is_main_process
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
 from shoal.monitor.wording import counted
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
-from shoal.trainer.after_step import AfterStep
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -47,13 +49,14 @@ from shoal.trainer.buffers import check_buffers
 from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
 from shoal.trainer.elasticity import Elasticity, EverythingLost
-from shoal.trainer.evaluate import Evaluator, LossFn, Part, PredictFn, done_by_all, join, predict_part
-from shoal.trainer.fit import Recipe, train
+from shoal.trainer.evaluate import Evaluator, Part, done_by_all, join, part_of, predict_part
+from shoal.trainer.fit import train
 from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
 from shoal.trainer.lineage import Lineage, model_digest
 from shoal.trainer.marks import Marks
 from shoal.trainer.metrics import Metric, make_metrics, needs_loss
+from shoal.trainer.recipe import AfterStep, LossFn, PredictFn, Recipe
 from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
 from shoal.trainer.run import run
@@ -68,15 +71,7 @@ from shoal.trainer.rundir import (
 )
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_callbacks
-from shoal.trainer.start import (
-    Start,
-    check_workers,
-    default_workers,
-    import_for_training,
-    is_main_process,
-    is_spmd,
-)
-from shoal.trainer.step import items_in_words
+from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_launched, is_spmd
 from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
 
 if TYPE_CHECKING:
@@ -402,17 +397,22 @@ class Trainer(Configured):
         import_for_training()
         if isinstance(self.sync, spec.Server):
             return self._train_with_servers(self.sync, recipe, start, watch, signals)
-        forked = not is_spmd(self.engine)
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = state_of(model)
         kept: dict[str, Tensor] = {}
         if recipe.ema is not None:
             kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.is_floating_point()}
-        landing, landed = (Landing(state), Landing(kept)) if forked else (None, None)
+        landing, landed = None, None
+        if not is_launched():
+            landing, landed = Landing(state, self._file("model")), Landing(kept, self._file("average"))
+            if is_spmd(self.engine) and is_main_process():
+                landing.put(state)
 
         def body(session: Session) -> dict[str, Any]:
+            if is_spmd(self.engine) and landing is not None:
+                landing.take(state, landing.fitting(state))  # the weights of the process that the user started
             figures, average = train(session, model, recipe)
             averages = average.state_dict() if average is not None else {}
-            trained = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            trained = state_of(model)
 
             def last() -> None:
                 session.finish_saving()
@@ -443,16 +443,16 @@ class Trainer(Configured):
 
         values = self._until_complete(attempt, start, watch)
         if landing is not None and landed is not None:
-            landing.take(state, values[0]["landed"])
+            landing.take(state_of(model), values[0]["landed"])
             landed.take(kept, kept)
         self.average = kept or None
         return values
 
     def _doubted(self, doubts: Sequence[str]) -> Recipe:
-        """With these, and what is to be said of callbacks. Where the script runs once per worker, they see what is
+        """With these, and what is to be said of callbacks. Where a launcher has started the workers, they see what is
         trained.
         """
-        if is_spmd(self.engine):
+        if is_launched():
             return replace(self.recipe, doubts=tuple(doubts))
         stale = stale_callbacks(self.callbacks, self.model, servers=isinstance(self.sync, spec.Server))
         return replace(self.recipe, doubts=(*doubts, *stale))
@@ -461,7 +461,8 @@ class Trainer(Configured):
         self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.served import Served, run_served
+        from shoal.trainer.served import run_served
+        from shoal.trainer.served_setup import Served
 
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
@@ -551,7 +552,8 @@ class Trainer(Configured):
                 f"shoal: stopped by {signal} at step {result.steps}, checkpointed in {result.run_dir}; go on with{how}"
             )
         stopped = Preempted(text) if reason == PREEMPTED else Interrupted(text)
-        print(stopped.message, file=sys.stderr, flush=True)
+        if is_main_process():
+            print(stopped.message, file=sys.stderr, flush=True)
         return stopped
 
     def _ended_at_once(self, where: Sequence[str]) -> Interrupted:
@@ -618,7 +620,7 @@ class Trainer(Configured):
 
     def _part(self, session: Session, data: Any) -> Part:
         session.compare_data(data, "data")
-        return self.recipe.part(session, data, "data", session.workers)
+        return part_of(session, self.recipe, data, "data", session.workers)
 
     def _average(self) -> Average | None:
         if self.average is None or self.recipe.ema is None:
@@ -631,12 +633,42 @@ class Trainer(Configured):
         settings.current().entered += 1
         try:
             loaded = self._take_weights()
-            before = not is_spmd(self.engine)
-            start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=before)
+            forked = not is_spmd(self.engine)
+            start = Start(seed=self.seed, collective=self.collective, loaded=loaded, made_before=forked)
             elasticity = replace(self.elasticity, faults=None)
-            return run(body, start, workers=self.workers, engine=self.engine, watch=Unwatched(), elasticity=elasticity)
+            return run(
+                body if forked or is_launched() else self._with_weights(body),
+                start,
+                workers=self.workers,
+                engine=self.engine,
+                watch=Unwatched(),
+                elasticity=elasticity,
+            )
         except ShoalError as error:
             raise error.with_traceback(None) from None
+
+    def _with_weights(self, body: Callable[[Session], Any]) -> Callable[[Session], Any]:
+        """`body` on the weights that the model has in the process that the user started."""
+        landing = Landing(state_of(self.model), self._file("model"))
+        if is_main_process():
+            landing.put(state_of(self.model))
+
+        @wraps(body)
+        def begun(session: Session) -> Any:
+            state = state_of(self.model)
+            landing.take(state, landing.fitting(state))
+            return body(session)
+
+        return begun
+
+    def _file(self, name: str) -> Path | None:
+        """Where workers that are started by script share memory of this name with the process that the user started."""
+        if not is_spmd(self.engine):
+            return None
+        # here, as elsewhere in this package: `from shoal import Trainer` must not take long
+        from shoal.trainer.scripted import landing_file
+
+        return landing_file(name)
 
     def _take_weights(self) -> Loaded | None:
         """Once, before fit(): give the model the weights that resume= means. What was read, but for the weights."""
@@ -668,6 +700,11 @@ class Trainer(Configured):
             average = Average(self.model, self.recipe.ema)
             restore("average", average, loaded)
             self.average = average.state_dict()
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and all buffers of a model, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @dataclass
@@ -765,10 +802,15 @@ def _elasticity(
         raise ConfigError(f"max_workers={most} is less than workers={workers}; raise it, or lower workers=")
     if most is not None:
         check_workers(most)
-    if is_spmd(engine) and not least is most is restarts is faults is None:
+    if is_launched() and not least is most is restarts is faults is None:
         raise ConfigError(
             "min_workers, max_workers, restarts and faults are for workers that fit() starts itself; a launcher has "
-            "started this one (or engine= asks for one script per worker): leave them out, and let the launcher restart"
+            "started this one: leave them out, and let the launcher restart"
+        )
+    if is_spmd(engine) and faults is not None:
+        raise ConfigError(
+            "faults are for workers that fit() forks, which share their plan; engine= asks for one script per worker, "
+            "as GPUs do: leave them out, or use engine='local:start=fork'"
         )
     return Elasticity(
         workers=workers,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.comm.strings import SAME_ORDER
-from shoal.core.errors import GroupError
+from shoal.core.errors import SAME_ORDER, GroupError
 from shoal.elastic.board import Board, Phase, Sight
 from shoal.trainer.stuck import Asking
 

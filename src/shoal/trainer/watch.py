@@ -36,6 +36,7 @@ from shoal.core.events import (
 )
 from shoal.core.settings import Setting
 from shoal.core.traces import own_traceback
+from shoal.engines.here import is_main_process
 from shoal.engines.program import in_package, script
 from shoal.monitor.display.display import Display
 from shoal.monitor.resuming import in_python, resuming
@@ -43,7 +44,6 @@ from shoal.store.home import NO_STORE, shoal_home, store_url
 from shoal.store.values import FAILED, INTERRUPTED, NewRun, RunEnd
 from shoal.trainer.calling import Calling
 from shoal.trainer.channel import StopSignals
-from shoal.trainer.start import is_main_process
 
 if TYPE_CHECKING:
     from shoal.monitor.report.summary import Summary
@@ -106,7 +106,10 @@ class Watch:
         self._main = is_main_process()
         self._mode = settings.progress_mode() if self._main else "quiet"
         self._display = Display(self._mode, verbose=now.verbose, stream=now.stream if self._main else None)
-        self._calling = Calling(callbacks, self.warn, lambda: signals is not None and signals.asked is not None)
+        # one process of a script that runs once per worker has them called, for all
+        self._calling = Calling(
+            callbacks if self._main else (), self.warn, lambda: signals is not None and signals.asked is not None
+        )
         self._listeners: list[Callback] = []
         self._identity: Identity | None = None
         self._recorder: Recorder | None = None

@@ -14,8 +14,7 @@ from shoal.comm.group import REVOKED
 from shoal.comm.shm.notes import said
 from shoal.comm.shm.segment import Segment
 from shoal.comm.shm.semaphores import SLICE, SLOT, create, poster, sleep_for, taker
-from shoal.comm.strings import SAME_ORDER
-from shoal.core.errors import GroupError
+from shoal.core.errors import SAME_ORDER, GroupError
 
 STAGE = 1 << 20
 """Bytes of each member through which tensors travel that do not lie in a segment; small enough for a core's cache."""
