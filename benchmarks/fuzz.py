@@ -21,9 +21,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from shoal.elastic import messages
-from shoal.elastic.coordinator import Coordinator
-from shoal.elastic.terms import Plan
+from shoal.cluster import messages
+from shoal.cluster.coordinator.coordinator import Coordinator
+from shoal.cluster.roster.terms import Plan
 from shoal.testing.lab import messages as lab
 from shoal.wire.link import MAGIC, MAX_HEADER, FrameError, Link, LinkClosed
 

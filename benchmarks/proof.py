@@ -21,8 +21,8 @@ from run import work_list
 from works import WORKS
 
 from shoal import StepDone, Trainer
-from shoal.trainer.proof import rehearse
-from shoal.trainer.proof.examine import Finding
+from shoal.proof import rehearse
+from shoal.proof.examine import Finding
 
 WORKERS, STEPS, LEAD = 2, 16, 4
 BOUND = 0.2  # seconds, or two steps if that is more

@@ -58,7 +58,7 @@ LONG = (
     "comm/test_relay.py",
     "engines/test_local_engine.py",
     "syncs/server/test_server_optimizers.py",
-    "trainer/test_clerk_scale.py",
+    "syncs/server/test_clerk_scale.py",
     "trainer/test_chaos.py",
     "data/test_loader.py",
     "comm/test_choose.py",

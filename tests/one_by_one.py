@@ -130,7 +130,7 @@ def import_for_all() -> None:
     """What nearly every test needs, so that not every fork imports it."""
     import shoal.cli.main
     from shoal import Trainer
-    from shoal.trainer.start import import_for_training
+    from shoal.trainer.workers.start import import_for_training
 
     assert shoal.cli.main.app and Trainer is not None
     import_for_training()

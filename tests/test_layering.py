@@ -16,17 +16,19 @@ ROOMS = (
     "store",
     "engines",
     "monitor",
+    "cluster",
     "comm",
     "draws",
     "data",
+    "proof",
+    "metrics",
     "checkpoint",
     "layouts",
     "syncs",
-    "elastic",
     "trainer",
     "cli",
 )
-WITHOUT_TORCH = ("core", "wire", "store", "engines")
+WITHOUT_TORCH = ("core", "wire", "store", "engines", "monitor", "cluster")
 IMPORTED_BY_NOBODY = ("cli", "testing")
 CYCLES_OF_TYPES = [2, 8]
 """Modules that need each other's names for annotations: a table and its setup, a session and its parts."""

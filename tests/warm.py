@@ -75,7 +75,7 @@ def main() -> None:
 
     import shoal.cli.main
     from shoal import Trainer
-    from shoal.trainer.start import import_for_training
+    from shoal.trainer.workers.start import import_for_training
 
     assert shoal.cli.main.app and Trainer is not None
     import_for_training()

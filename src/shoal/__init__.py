@@ -53,9 +53,9 @@ if TYPE_CHECKING:
         Stop,
         WorkerSeen,
     )
+    from shoal.metrics.metrics import Metric
     from shoal.trainer.crossval import cross_validate
     from shoal.trainer.launch import launch
-    from shoal.trainer.metrics import Metric
     from shoal.trainer.result import Result
     from shoal.trainer.session import Session
     from shoal.trainer.trainer import Trainer
@@ -108,7 +108,7 @@ _HOME_OF = {
     "CheckpointSaved": "shoal.core.events",
     "EpochDone": "shoal.core.events",
     "EvalDone": "shoal.core.events",
-    "Metric": "shoal.trainer.metrics",
+    "Metric": "shoal.metrics.metrics",
     "Notice": "shoal.core.events",
     "Preparing": "shoal.core.events",
     "Regrouped": "shoal.core.events",

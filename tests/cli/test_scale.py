@@ -14,9 +14,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from shoal.cli import scale
+from shoal.cluster.access import Access
+from shoal.cluster.messages import MOST_BYTES, OPERATOR, Down, Letter, Refused, Scale, Welcome, decode_letter, encode
 from shoal.core.errors import ConfigError, RunDirError, RunNotFound, ShoalError
-from shoal.elastic.access import Access
-from shoal.elastic.messages import MOST_BYTES, OPERATOR, Down, Letter, Refused, Scale, Welcome, decode_letter, encode
 from shoal.store.liveness import this_process
 from shoal.store.store import Store
 from shoal.store.values import NewRun, RunEnd

@@ -31,8 +31,8 @@ from shoal.core.events import AnyEvent, EvalDone, RunStarted, StepDone
 from shoal.core.ordering import order_key, positions_in_words
 from shoal.core.permutation import Permutation
 from shoal.testing import FaultPlan
-from shoal.trainer.start import import_for_training
 from shoal.trainer.step import _strange_rows
+from shoal.trainer.workers.start import import_for_training
 
 SAMPLES, BATCH = 40, 8
 SECONDS = 3.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.trainer.device import moved
+from shoal.data.device import moved
 
 
 class Encoding(UserDict[str, Any]):

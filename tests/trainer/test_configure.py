@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.checkpoint.rundir import read_about
+from shoal.cluster.supervisor.watch import Identity, masked, new_run, resume_command
 from shoal.core import settings, spec
 from shoal.core.settings import DEFAULT, FLAG, SCRIPT, Setting, Settings
 from shoal.trainer.configure import FLAGS, plain
-from shoal.trainer.rundir import read_about
 from shoal.trainer.session import Session
 from shoal.trainer.step import Step
-from shoal.trainer.watch import Identity, masked, new_run, resume_command
 
 
 def make(**given: Any) -> shoal.Trainer:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shoal.cluster.supervisor.watch import Unwatched
 from shoal.core.errors import WorkerError
 from shoal.core.events import AnyEvent, StepDone
-from shoal.trainer.elastic import Elasticity, run_elastic
 from shoal.trainer.session import Session
-from shoal.trainer.start import Start, import_for_training
-from shoal.trainer.watch import Unwatched
+from shoal.trainer.workers.elastic import Elasticity, run_elastic
+from shoal.trainer.workers.start import Start, import_for_training
 
 pytestmark = pytest.mark.timeout(60)
 DATA = TensorDataset(torch.randn(16, 2, generator=torch.Generator().manual_seed(1)))

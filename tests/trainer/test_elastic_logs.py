@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.trainer.logs import ERR, OUT, Tail, log_path
+from shoal.cluster.logs import ERR, OUT, Tail, log_path
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -23,10 +23,10 @@ from shoal.core import settings
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, CheckpointSaved, EpochDone, Notice, RunStarted, StepDone
+from shoal.layouts.soundness import refuse_different
 from shoal.testing.ranks import run_ranks
 from shoal.testing.reference import batches_of, drawing
 from shoal.trainer.session import Session
-from shoal.trainer.soundness import refuse_different
 
 State = dict[str, Tensor]
 

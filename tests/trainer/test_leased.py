@@ -19,29 +19,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from shoal.cluster.board import Board, Place
+from shoal.cluster.channel.channel import DirectChannel
+from shoal.cluster.channel.elastic import ElasticChannel
+from shoal.cluster.channel.messages import Departed, Failed, Happened
+from shoal.cluster.elasticity import Elasticity
 from shoal.comm.group import SoloGroup
 from shoal.core.atoms import Course
 from shoal.core.errors import DataError, NotFiniteError
 from shoal.core.events import WorkerSeen
 from shoal.core.spec import NoCodec, Server
 from shoal.data.parcel import seal, unseal
-from shoal.elastic.board import Board, Place
 from shoal.layouts.single import Buffers, Change
+from shoal.syncs.recipe import Recipe
 from shoal.syncs.server import messages as served
 from shoal.syncs.server.messages import Depart, Done, Evaluate, Evaluated, Lease, Placement, Ready, Work
 from shoal.syncs.server.setup import Setup
-from shoal.trainer import elastic_worker
-from shoal.trainer.channel import DirectChannel
-from shoal.trainer.elastic_channel import ElasticChannel
-from shoal.trainer.elastic_worker import Task, be_worker
-from shoal.trainer.elasticity import Elasticity
 from shoal.trainer.evaluate import Evaluator, Part
-from shoal.trainer.leased import LeasedSession, Leases
-from shoal.trainer.messages import Departed, Failed, Happened
-from shoal.trainer.recipe import Recipe
-from shoal.trainer.served_worker import ServedTask, serve_leases
+from shoal.trainer.served.leased import LeasedSession, Leases
+from shoal.trainer.served.worker import ServedTask, serve_leases
 from shoal.trainer.session import Session
-from shoal.trainer.start import Start
+from shoal.trainer.workers import worker as elastic_worker
+from shoal.trainer.workers.start import Start
+from shoal.trainer.workers.worker import Task, be_worker
 from shoal.wire.link import Link, LinkClosed
 
 SEED = 3

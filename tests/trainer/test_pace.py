@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.cluster.channel.channel import DirectChannel
 from shoal.comm.group import SoloGroup
 from shoal.testing.reference import reference_fit, relative_difference
-from shoal.trainer.channel import DirectChannel
 from shoal.trainer.session import Session
 
 STEPS = 40

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import shoal
 from shoal.core.events import AnyEvent, CheckpointSaved, EvalDone, Notice, RunStarted, StepDone
-from shoal.trainer.proof.rehearse import playing
+from shoal.proof.rehearse import playing
 
 SAMPLES, BATCH = 116, 50
 """Three steps an epoch, of 50, 50 and 16 samples: atoms of unequal size, and none too small for a BatchNorm."""
@@ -768,7 +768,7 @@ def test_every_sample_is_in_one_step_of_each_epoch(
     tmp_path: Path, stops: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what is fetched to be compared is not trained on
-    monkeypatch.setattr("shoal.trainer.marks.digests_of", lambda data, indices, **given: [b""] * len(indices))
+    monkeypatch.setattr("shoal.checkpoint.marks.digests_of", lambda data, indices, **given: [b""] * len(indices))
     notes = tmp_path / "notes"
     notes.mkdir()
     data = Recorded(37, notes)

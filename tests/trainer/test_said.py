@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.cluster.channel.channel import DirectChannel
 from shoal.comm.group import SoloGroup
 from shoal.core.events import AnyEvent, Notice
-from shoal.trainer.channel import DirectChannel
 from shoal.trainer.hooks import is_linear
 from shoal.trainer.reach import modules_of
 from shoal.trainer.session import Session

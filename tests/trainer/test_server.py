@@ -14,10 +14,10 @@ from torch import nn
 
 import shoal
 from shoal import ConfigError, StepDone, Trainer
+from shoal.proof.rehearse import playing
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import relative_difference
-from shoal.trainer import served_setup
-from shoal.trainer.proof.rehearse import playing
+from shoal.trainer.served import setup as served_setup
 from tests.trainer.test_parity import CASES, STEPS, TOLERANCE, build, classes, entropy, mlp, norm_net, reference, sgd
 
 OPTIMIZERS: dict[str, Any] = {

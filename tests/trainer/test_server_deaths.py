@@ -26,11 +26,11 @@ from shoal.core.errors import NotFiniteError, WorkerError
 from shoal.core.events import AnyEvent
 from shoal.core.ordering import order_key
 from shoal.core.permutation import Permutation
+from shoal.syncs.server.clerk.clerk import CALM_STEPS
 from shoal.syncs.server.lines import Lines
 from shoal.syncs.server.messages import Lease, Push
 from shoal.testing import FaultPlan
 from shoal.testing.servers import audit_servers
-from shoal.trainer.clerk import CALM_STEPS
 
 SAMPLES, BATCH, EPOCHS = 320, 32, 2
 STEPS = SAMPLES // BATCH * EPOCHS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.seats import FIRST_SERVER
 from shoal.engines.places import Place
-from shoal.trainer.elastic import Places
+from shoal.trainer.workers.elastic import Places
 
 
 def hosts(count: int) -> list[Place]:

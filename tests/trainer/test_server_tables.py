@@ -17,12 +17,12 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal import ConfigError, StepDone, Trainer
 from shoal.checkpoint import load
+from shoal.syncs.server.embeddings import Embeddings, find_tables
 from shoal.syncs.server.tables import empty_cut, make_tables
 from shoal.testing.lab import Lab, why_no_lab
 from shoal.testing.reference import reference_fit, relative_difference
-from shoal.trainer import served
-from shoal.trainer.leased import LeasedSession
-from shoal.trainer.tables import Embeddings, find_tables
+from shoal.trainer.served import served
+from shoal.trainer.served.leased import LeasedSession
 
 TOLERANCE = 1e-5
 STEPS = 20

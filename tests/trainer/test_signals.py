@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.cluster.channel.channel import INTERRUPTED, StopSignals
 from shoal.core.events import AnyEvent, RunEnded, StepDone
 from shoal.core.ordering import order_key
 from shoal.core.permutation import Permutation
-from shoal.trainer.channel import INTERRUPTED, StopSignals
-from shoal.trainer.proof.rehearse import playing
+from shoal.proof.rehearse import playing
 
 SCRIPT = textwrap.dedent(
     """
@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
 
     import shoal
     from shoal.core.events import StepDone
-    from shoal.trainer.proof.rehearse import playing
+    from shoal.proof.rehearse import playing
 
     pause, data_workers = float(sys.argv[1]), int(sys.argv[2])
     told = False

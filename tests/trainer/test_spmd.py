@@ -26,7 +26,7 @@ import torch
 import shoal
 from shoal.core.spec import Local
 from shoal.engines.world import World
-from shoal.trainer import scripted, spmd, start
+from shoal.trainer.workers import scripted, spmd, start
 
 pytestmark = pytest.mark.timeout(120)
 DEADLINE = 60.0

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.cluster.board import Board, Phase, Place
+from shoal.cluster.channel import channel
+from shoal.cluster.supervisor import calling, stuck
+from shoal.cluster.supervisor.calling import Calling
+from shoal.cluster.supervisor.stuck import Stuck
 from shoal.core import settings
 from shoal.core.events import AnyEvent, Notice, StepDone
-from shoal.elastic.board import Board, Phase, Place
 from shoal.engines.activity import Activity, Call
-from shoal.trainer import calling, channel, stuck
-from shoal.trainer.calling import Calling
-from shoal.trainer.proof import rehearse
-from shoal.trainer.stuck import Stuck
+from shoal.proof import rehearse
 
 
 class Answering:

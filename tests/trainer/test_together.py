@@ -13,7 +13,7 @@ import shoal
 from shoal import Notice, Trainer
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError
-from shoal.trainer.idle import idle_words
+from shoal.core.idle import idle_words
 from shoal.trainer.together import has_lone, likely_together, refusal, sizes_of
 
 

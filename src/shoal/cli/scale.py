@@ -17,8 +17,8 @@ from shoal.core.errors import ConfigError, RunDirError, RunNotFound, ShoalError
 from shoal.monitor.wording import counted, one_line
 
 if TYPE_CHECKING:
-    from shoal.elastic.access import Access
-    from shoal.elastic.messages import Refused, Welcome
+    from shoal.cluster.access import Access
+    from shoal.cluster.messages import Refused, Welcome
 
 ABOUT = """\
 Have a run go on with another number of workers. It is asked while it is under
@@ -120,7 +120,7 @@ def _not_under_way(run_id: str, why: str) -> RunDirError:
 
 def _access(run_id: str, folder: Path, *, servers: bool = False) -> Access:
     """The way to the run's coordinator. Raises ShoalError if it has none, or it is for somebody else."""
-    from shoal.elastic.access import Access
+    from shoal.cluster.access import Access
     from shoal.wire.curve import read_client_keys
 
     control = folder / CONTROL
@@ -140,7 +140,7 @@ def ask(
     """Ask until there is an answer. Raises RunDirError if there is none in time, ConfigError if the files are wrong."""
     import msgspec
 
-    from shoal.elastic.messages import MOST_BYTES, OPERATOR, Letter, Refused, Scale, Welcome, decode_down, encode
+    from shoal.cluster.messages import MOST_BYTES, OPERATOR, Letter, Refused, Scale, Welcome, decode_down, encode
     from shoal.wire.curve import Client
 
     endpoint = access.endpoint()

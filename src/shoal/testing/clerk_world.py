@@ -20,9 +20,9 @@ from shoal.core.events import AnyEvent
 from shoal.data.parcel import seal, unseal
 from shoal.syncs.server import messages as said
 from shoal.syncs.server import optimizers
+from shoal.syncs.server.clerk.clerk import Clerk
 from shoal.syncs.server.messages import FIRST_SERVER, Lease
 from shoal.syncs.server.setup import Setup
-from shoal.trainer.clerk import Clerk
 
 
 @dataclass

@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.elastic import messages as ms
-from shoal.elastic.coordinator import Coordinator
-from shoal.elastic.journal import Journal
-from shoal.elastic.membership import Plan
-from shoal.elastic.writing import Writing
+from shoal.cluster import messages as ms
+from shoal.cluster.coordinator.coordinator import Coordinator
+from shoal.cluster.coordinator.journal import Journal
+from shoal.cluster.member.writing import Writing
+from shoal.cluster.roster.membership import Plan
 from shoal.wire.link import Link
 
 PER_HOST = 8

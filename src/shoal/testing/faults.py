@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
+from shoal.cluster.messages import COORDINATOR, seat_of
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, Regrouped, RunEnded, RunFailed, RunStarted, StepDone
-from shoal.elastic.messages import COORDINATOR, seat_of
 from shoal.testing.lab import Lab
 from shoal.testing.ledger import Ledger
 from shoal.testing.servers import ServerFaults, ServerLedger, server_of

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.elastic import messages as ms
-from shoal.elastic.board import Phase
-from shoal.elastic.membership import Membership, Order, Plan, Tell
+from shoal.cluster import messages as ms
+from shoal.cluster.board import Phase
+from shoal.cluster.roster.membership import Membership, Order, Plan, Tell
 
 END = 400
 """The position at which the run of this world is complete."""

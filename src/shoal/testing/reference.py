@@ -19,8 +19,8 @@ from shoal.draws import here
 from shoal.draws.forward import Forward, Keying, seed_of
 from shoal.draws.sites import Names
 from shoal.draws.stand import standing
-from shoal.trainer.proof.examine import Ask, Taken, examine
-from shoal.trainer.proof.rehearse import MOST_SAMPLES
+from shoal.proof.examine import Ask, Taken, examine
+from shoal.proof.rehearse import MOST_SAMPLES
 
 
 def sample_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shoal.core.keys import derive
 from shoal.draws.others import seed_others
-from shoal.trainer.recipe import AfterStep
+from shoal.syncs.recipe import AfterStep
 
 
 @torch.no_grad()

@@ -14,15 +14,15 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.events import Notice
 from shoal.core.keys import derive
 from shoal.core.slices import Forward, deal, forwards
+from shoal.data.device import moved
 from shoal.data.fetch import Fetcher, Positions, Request, check_data
 from shoal.draws.calls import Calls
 from shoal.draws.stand import standing
-from shoal.trainer import counted
-from shoal.trainer.device import moved
-from shoal.trainer.loss import Loss, read_loss
-from shoal.trainer.metrics import Metric, compute_all, make_metrics, needs_loss
-from shoal.trainer.proof.words import by_forward
-from shoal.trainer.recipe import LossFn, PredictFn, Recipe
+from shoal.metrics.metrics import Metric, compute_all, make_metrics, needs_loss
+from shoal.proof import counted
+from shoal.proof.loss import Loss, read_loss
+from shoal.proof.words import by_forward
+from shoal.syncs.recipe import LossFn, PredictFn, Recipe
 from shoal.trainer.session import Session
 
 Made = TypeVar("Made")

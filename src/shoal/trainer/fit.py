@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.replan import new_length
+from shoal.cluster.board import Phase
 from shoal.core.errors import NotFiniteError
 from shoal.core.events import Notice
 from shoal.core.following import follows
 from shoal.core.progress import evaluated, figures_of
-from shoal.elastic.board import Phase
 from shoal.syncs.applying import Applier, Average, averaged
+from shoal.syncs.recipe import Recipe, Record, first_words, make_optimizer, make_schedule
 from shoal.trainer.after_step import do_after_step
 from shoal.trainer.evaluate import Evaluator, Part, part_of
-from shoal.trainer.recipe import Recipe, Record, first_words, make_optimizer, make_schedule
-from shoal.trainer.replan import new_length
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 from shoal.trainer.together import samples_together

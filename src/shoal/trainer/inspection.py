@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.trainer.channel import DirectChannel
+from shoal.cluster.channel.channel import DirectChannel
+from shoal.layouts.soundness import fingerprint, is_plain
 from shoal.trainer.hooks import find_bent
 from shoal.trainer.saying import say
-from shoal.trainer.soundness import fingerprint, is_plain
 
 if TYPE_CHECKING:
     from shoal.trainer.session import Session

@@ -12,22 +12,22 @@ from typing import Any
 
 import msgspec
 
+from shoal.checkpoint.rundir import RunDir, default_name, find_checkpoint, new_run_id, newest_checkpoint
+from shoal.cluster.channel.channel import INTERRUPTED, PREEMPTED, StopSignals
+from shoal.cluster.elasticity import Elasticity
+from shoal.cluster.supervisor.watch import Identity, Watch, resume_command
 from shoal.core import settings, spec
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError
 from shoal.core.events import Callback, WorkerSeen
 from shoal.core.settings import Setting
 from shoal.engines.here import is_main_process
 from shoal.trainer.arguments import as_path, check_callbacks, check_flag, check_functions, check_whole
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED, StopSignals
 from shoal.trainer.configure import config_of_call, configured_call, show_config
-from shoal.trainer.elasticity import Elasticity
-from shoal.trainer.run import run
-from shoal.trainer.rundir import RunDir, default_name, find_checkpoint, new_run_id, newest_checkpoint
 from shoal.trainer.saying import say
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_in_loop
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_launched
-from shoal.trainer.watch import Identity, Watch, resume_command
+from shoal.trainer.workers.run import run
+from shoal.trainer.workers.start import Start, check_workers, default_workers, import_for_training, is_launched
 
 
 @configured_call

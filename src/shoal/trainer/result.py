@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.trainer.history import History
+from shoal.store.history import History
 
 
 @dataclass(frozen=True)

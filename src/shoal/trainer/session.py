@@ -25,46 +25,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.saving import Saving
+from shoal.cluster.board import Phase, Place
+from shoal.cluster.channel.channel import Channel
+from shoal.cluster.usage import Times
 from shoal.comm.group import Group, SoloGroup
 from shoal.core.atoms import Course, StepSpan
 from shoal.core.errors import ConfigError
 from shoal.core.events import AnyEvent, Notice, WorkerSeen
 from shoal.core.following import STOPPED, Facts, Following, follows
+from shoal.core.idle import idle_words
 from shoal.core.progress import Progress, Update
 from shoal.core.spec import AnyCodec, NoCodec
 from shoal.core.traffic import PARAMETER, STATE, Traffic, together
 from shoal.data.fetch import Fetcher, check_data
 from shoal.data.loader import Loader
 from shoal.data.parcel import from_bytes, to_bytes
-from shoal.elastic.board import Phase, Place
 from shoal.engines.activity import Activity
+from shoal.layouts.replica import Replica
+from shoal.layouts.restore import refuse_other_course, restore, session_tree
 from shoal.layouts.single import Buffers, uses_batch_statistics
+from shoal.layouts.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
+from shoal.proof.keyed import Keyed
+from shoal.proof.proof import Proof
+from shoal.proof.rehearse import Fetch, Rehearsal, playing
 from shoal.syncs.encoding import Encoding
+from shoal.syncs.private import Private, Totals, as_tree, from_tree, parts
+from shoal.syncs.telling import exchange_settled, run_started, worker_seen
+from shoal.syncs.trained import Trained, make_trained, take_up
 from shoal.syncs.updating import rates_of
 from shoal.trainer.arguments import check_functions, check_whole
-from shoal.trainer.channel import Channel
 from shoal.trainer.configure import spelt
-from shoal.trainer.fixed import Fixed
-from shoal.trainer.idle import idle_words
 from shoal.trainer.inspection import Inspection
-from shoal.trainer.keyed import Keyed
-from shoal.trainer.private import Private, Totals, as_tree, from_tree, parts
-from shoal.trainer.proof.proof import Proof
-from shoal.trainer.proof.rehearse import Fetch, Rehearsal, playing
-from shoal.trainer.replica import Replica
-from shoal.trainer.restore import refuse_other_course, restore, session_tree
 from shoal.trainer.same_data import SameData
-from shoal.trainer.saving import Saving
-from shoal.trainer.soundness import digest_of, is_plain, refuse_different, refuse_not_finite, refuse_parted
 from shoal.trainer.step import FLAGS, HEAD, Loop, Step
-from shoal.trainer.telling import exchange_settled, run_started, worker_seen
 from shoal.trainer.together import likely_together
-from shoal.trainer.trained import Trained, make_trained, take_up
-from shoal.trainer.usage import Times
+from shoal.trainer.workers.fixed import Fixed
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
-    from shoal.trainer.standing import Standing
+    from shoal.trainer.workers.standing import Standing
 
 TELL_SECONDS = 1.0
 """How often a worker tells of itself."""
@@ -410,7 +410,7 @@ class Session:
 
     @property
     def position(self) -> int:
-        """How far this worker's state is; see `shoal.elastic.messages.Position`."""
+        """How far this worker's state is; see `shoal.cluster.messages.Position`."""
         return 2 * self.step + (self.evaluated == self.step)
 
     def guard(self, work: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.cluster.board import Phase
 from shoal.core.atoms import Course, StepSpan, atom_count
 from shoal.core.errors import ConfigError, GroupError, NotFiniteError
 from shoal.core.events import Notice
@@ -26,23 +27,22 @@ from shoal.core.pace import Lately
 from shoal.core.permutation import Permutation
 from shoal.core.progress import Sums, Update, summed
 from shoal.core.slices import Forward, Pace, Slices, better, deal, forwards, forwards_by_atom
+from shoal.data.device import moved
 from shoal.data.fetch import Fetcher, Positions, Request
 from shoal.data.loader import Loader, Stream
 from shoal.data.tree import leaves
-from shoal.elastic.board import Phase
 from shoal.layouts.single import Change
 from shoal.layouts.totals import Totals
+from shoal.proof.keyed import Judgement
+from shoal.proof.loss import read_loss
+from shoal.proof.rehearse import MOST_SAMPLES, Rehearsal
 from shoal.syncs.allreduce import Exchange, Weighing
 from shoal.syncs.applying import Applier, OwnGradients, clipping
 from shoal.trainer.configure import spelt
-from shoal.trainer.device import moved
-from shoal.trainer.keyed import Judgement
-from shoal.trainer.loss import read_loss
-from shoal.trainer.proof.rehearse import MOST_SAMPLES, Rehearsal
 
 if TYPE_CHECKING:
+    from shoal.syncs.trained import Trained
     from shoal.trainer.session import Session
-    from shoal.trainer.trained import Trained
 
 _AGREE = len(REASONS)
 _LEAVE = _AGREE + 1

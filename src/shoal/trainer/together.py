@@ -15,13 +15,13 @@ from shoal.core.atoms import LEAST_ATOMS, Course
 from shoal.core.errors import ConfigError
 from shoal.core.keys import derive
 from shoal.core.slices import deal, forwards, forwards_by_atom
+from shoal.data.device import moved
 from shoal.data.fetch import Fetcher, Positions, check_data
 from shoal.layouts.single import uses_batch_statistics
-from shoal.trainer.device import moved
-from shoal.trainer.loss import read_loss
+from shoal.proof.loss import read_loss
 
 if TYPE_CHECKING:
-    from shoal.trainer.recipe import Recipe
+    from shoal.syncs.recipe import Recipe
     from shoal.trainer.session import Session
 
 _ALONE = "more than 1 value per channel"

@@ -16,6 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from shoal.checkpoint.lineage import Lineage, model_digest
+from shoal.checkpoint.marks import Marks
+from shoal.checkpoint.rundir import (
+    RunDir,
+    default_name,
+    find_checkpoint,
+    new_run_id,
+    newest_checkpoint,
+    read_about,
+    runs_root,
+)
+from shoal.cluster.channel.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
+from shoal.cluster.elasticity import Elasticity, EverythingLost
+from shoal.cluster.supervisor.watch import Identity, Unwatched, Watch, resume_command
 from shoal.core import settings, spec
 from shoal.core.atoms import Course
 from shoal.core.errors import ConfigError, Interrupted, Preempted, ShoalError, WorkerError
@@ -27,9 +41,14 @@ from shoal.data.fetch import check_data
 from shoal.engines.here import is_main_process
 from shoal.engines.places import read_lab
 from shoal.engines.program import origin
+from shoal.layouts.asked import check_buffers
+from shoal.layouts.restore import restore
+from shoal.metrics.metrics import Metric, make_metrics, needs_loss
 from shoal.monitor.wording import counted
+from shoal.store.history import History
 from shoal.store.home import store_url
 from shoal.syncs.applying import Average, averaged
+from shoal.syncs.recipe import AfterStep, LossFn, PredictFn, Recipe
 from shoal.trainer.arguments import (
     as_path,
     check_builder,
@@ -45,34 +64,15 @@ from shoal.trainer.arguments import (
     check_schedule,
     check_whole,
 )
-from shoal.trainer.buffers import check_buffers
-from shoal.trainer.channel import INTERRUPTED, PREEMPTED, STOPPED, StopSignals
 from shoal.trainer.configure import Configured, configured, show_config
-from shoal.trainer.elasticity import Elasticity, EverythingLost
 from shoal.trainer.evaluate import Evaluator, Part, done_by_all, join, part_of, predict_part
 from shoal.trainer.fit import train
-from shoal.trainer.history import History
 from shoal.trainer.landing import Landing
-from shoal.trainer.lineage import Lineage, model_digest
-from shoal.trainer.marks import Marks
-from shoal.trainer.metrics import Metric, make_metrics, needs_loss
-from shoal.trainer.recipe import AfterStep, LossFn, PredictFn, Recipe
-from shoal.trainer.restore import restore
 from shoal.trainer.result import Result
-from shoal.trainer.run import run
-from shoal.trainer.rundir import (
-    RunDir,
-    default_name,
-    find_checkpoint,
-    new_run_id,
-    newest_checkpoint,
-    read_about,
-    runs_root,
-)
 from shoal.trainer.session import Session
 from shoal.trainer.stale import stale_callbacks
-from shoal.trainer.start import Start, check_workers, default_workers, import_for_training, is_launched, is_spmd
-from shoal.trainer.watch import Identity, Unwatched, Watch, resume_command
+from shoal.trainer.workers.run import run
+from shoal.trainer.workers.start import Start, check_workers, default_workers, import_for_training, is_launched, is_spmd
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Loaded
@@ -461,8 +461,8 @@ class Trainer(Configured):
         self, sync: spec.Server, recipe: Recipe, start: Start, watch: Watch, signals: StopSignals
     ) -> list[dict[str, Any]]:
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.served import run_served
-        from shoal.trainer.served_setup import Served
+        from shoal.trainer.served.served import run_served
+        from shoal.trainer.served.setup import Served
 
         hosts = read_lab(self.engine.lab) if self.engine.lab else ()
 
@@ -666,7 +666,7 @@ class Trainer(Configured):
         if not is_spmd(self.engine):
             return None
         # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-        from shoal.trainer.scripted import landing_file
+        from shoal.trainer.workers.scripted import landing_file
 
         return landing_file(name)
 
@@ -692,7 +692,7 @@ class Trainer(Configured):
     def _load_weights(self, loaded: Loaded) -> None:
         if isinstance(self.sync, spec.Server):
             # here, as elsewhere in this package: `from shoal import Trainer` must not take long
-            from shoal.trainer.tables import make_real
+            from shoal.syncs.server.embeddings import make_real
 
             make_real(self.model, loaded)
         restore("model", self.model, loaded)

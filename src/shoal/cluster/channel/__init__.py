@@ -1,0 +1,1 @@
+"""How a worker tells its supervisor what happened, and learns that it should stop."""

@@ -1,0 +1,1 @@
+"""The coordinator's process: its letters, its journal, the keys of a term."""

@@ -1,0 +1,1 @@
+"""A worker's end of the coordinator."""

@@ -1,0 +1,1 @@
+"""The supervisor: processes as the coordinator orders them, and people who watch."""

@@ -1,1 +1,0 @@
-"""Membership and recovery: who takes part in a run, and what happens when that changes."""

@@ -1,0 +1,1 @@
+"""What evaluation measures, exactly, whatever the number of workers."""

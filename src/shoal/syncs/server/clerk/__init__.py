@@ -1,0 +1,1 @@
+"""The clerk of a run with servers: who leases work and orders that steps are applied."""

@@ -1,0 +1,1 @@
+"""Workers and processes of runs with servers."""
