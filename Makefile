@@ -19,7 +19,7 @@ help:
 	@echo "make lint     ruff and mypy --strict"
 	@echo "make docs     build the pages; fails on broken links and on snippets that do not run"
 	@echo "make bench    speed against a hand-written loop and other libraries"
-	@echo "make chaos    300 faults of all kinds while models train, 100 deaths in groups, and the slow tests"
+	@echo "make chaos    300 faults of all kinds while models train, 200 kills with servers, 100 deaths in groups, slow tests"
 	@echo "make fuzz     a million random and mutated messages to everything that reads messages"
 	@echo "make install  only make .venv and install into it"
 	@echo "make clean    remove .venv and everything built"
@@ -69,6 +69,7 @@ test: lint
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --faults 300
+	$(BIN)/python benchmarks/serverchaos.py --check
 	$(BIN)/python benchmarks/kill.py --rounds 100 --ordering 60
 	$(BIN)/python -m pytest -q -m slow
 
